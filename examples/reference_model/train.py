@@ -28,7 +28,7 @@ VOCABULARY = 4096
 CONTEXT = 1024
 LAYER_DROPOUT = 0.1
 EXIT_SCALE = 1.0
-CHECKPOINT_EVERY = 200
+CHECKPOINT_EVERY = 100
 
 
 def parse_args() -> argparse.Namespace:
@@ -36,7 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--archive", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--recipe", choices=["layerskip", "plain"], default="layerskip")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The one entry point; see ./build.sh --help. Its work is in tools/build.py.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+stop() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# Nothing of the caller's Python set-up may reach the build.
+unset "${!PYTHON@}" VIRTUAL_ENV CONDA_PREFIX
+
+if [[ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]]; then
+    stop "this runs on Linux x86-64; here is $(uname -s) $(uname -m)"
+fi
+command -v git >/dev/null || stop "git is not installed"
+
+python=
+for candidate in python3.11 python3 python; do
+    if "$candidate" -c 'import sys, venv, ensurepip
+sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+        python=$candidate
+        break
+    fi
+done
+if [[ -z $python ]]; then
+    found=$(python3 --version 2>&1 || true)
+    stop "Python 3.11 with its venv module is needed, as python3.11, python3 or" \
+        "python on PATH; python3 here is: ${found:-missing}. The pinned" \
+        "versions are for 3.11; no other one is supported."
+fi
+
+exec "$python" -s -m tools.build "$@"

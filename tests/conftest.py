@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the test bed: the runner, tiny models, their oracles, shared engines.
+
+    python -m pytest tests                  # all tests, one session a runner
+    python -m pytest tests --runner v2      # one of them
+
+Whether vLLM takes its V1 or its V2 model runner is fixed when it is imported, so
+each has a session of its own. A test that uses no engine says the same in both and
+runs in V1's only.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import runners
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--runner",
+        choices=[*runners.RUNNERS, "both"],
+        default="both",
+        help="vLLM's model runner; both: two sessions, one after the other",
+    )
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Makes the two sessions of `--runner both`; says nothing otherwise."""
+    if config.option.runner != "both" or config.option.help:
+        return None
+    # A session whose tests are all the other's collects nothing, which is no failure.
+    fine = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
+    codes = []
+    for runner in runners.RUNNERS:
+        arguments = [*config.invocation_params.args, "--runner", runner]
+        print(f"\n==== model runner {runner.upper()}", flush=True)
+        codes.append(
+            subprocess.call(
+                [sys.executable, "-m", "pytest", *arguments],
+                cwd=config.invocation_params.dir,
+            )
+        )
+    failed = [code for code in codes if code not in fine]
+    return failed[0] if failed else min(codes)
+
+
+# What upstream and torch say of each other on every import.
+IMPORT_WARNINGS = (
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
+    "ignore:.torch.distributed.reduce_op. is deprecated:FutureWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for warning in IMPORT_WARNINGS:
+        config.addinivalue_line("filterwarnings", warning)
+    if config.option.runner in runners.RUNNERS:
+        runners.enter(config.option.runner)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if config.option.runner == "v2":
+        shared = [item for item in items if "runner" not in item.fixturenames]
+        items[:] = [item for item in items if "runner" in item.fixturenames]
+        config.hook.pytest_deselected(items=shared)
+
+
+@pytest.fixture(scope="session")
+def runner(request: pytest.FixtureRequest) -> str:
+    """`v1` or `v2`."""
+    return request.config.option.runner
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of the tiny model of a family, made on first use."""
+    from tiny_models import save_model
+
+    return cache(lambda family: save_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def oracle(model_folder):
+    """The `Oracle` of a family; `weights` is the precision of its weights."""
+    from oracle import Oracle
+
+    return cache(lambda family, **kw: Oracle(model_folder(family), **kw))
+
+
+@pytest.fixture(scope="session")
+def engine(runner: str, model_folder):
+    """The in-process `LLM` of a family and its options, shared by the whole session.
+
+    The engine runs inside this process, where one starts in a third of a second.
+    What differs between processes is tested in `test_async_scoring.py`.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    @cache
+    def start(family: str, **options) -> LLM:
+        llm = LLM(model=str(model_folder(family)), **(engine_options() | options))
+        uses_v2 = llm.llm_engine.vllm_config.use_v2_model_runner
+        assert uses_v2 == (runner == "v2"), "vLLM fell back to the other runner"
+        return llm
+
+    return start
+
+
+def engine_options() -> dict:
+    """Options of a small float32 engine."""
+    return dict(
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=64 * 2**20,
+        seed=0,
+    )

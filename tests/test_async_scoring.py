@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scoring through `AsyncLLM`, whose engine and worker are processes of their own:
+requests and results cross process boundaries here."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from conftest import engine_options
+from scoring import assert_scores, params, prompt, random_ids
+from tiny_models import CONFIGS
+
+VOCABULARY = CONFIGS["llama"].vocab_size
+
+
+@pytest.fixture(scope="module")
+def serve(runner, model_folder):
+    """Runs a coroutine function on a started `AsyncLLM`."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with asyncio.Runner() as loop:
+
+        async def start():
+            options = engine_options() | {"max_num_batched_tokens": 64}
+            model = str(model_folder("llama"))
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
+
+        llm = loop.run(start())
+        yield lambda use: loop.run(use(llm))
+        llm.shutdown()
+        del llm  # now, and not while the interpreter shuts down
+
+
+@pytest.fixture
+def llama(oracle):
+    return oracle("llama")
+
+
+async def last_output(llm, request, sampling, name: str):
+    outputs = [output async for output in llm.generate(request, sampling, name)]
+    return outputs[-1]
+
+
+def test_concurrent_requests(serve, llama):
+    prompts = [random_ids(n, VOCABULARY, 10 + 13 * n) for n in range(10)]
+    targets = [
+        np.array(random_ids(n, VOCABULARY, len(p) - 1, 1 + n)) if n % 2 else p[1:]
+        for n, p in enumerate(prompts)
+    ]
+
+    async def use(llm):
+        return await asyncio.gather(
+            *(
+                last_output(llm, prompt(p, t), params(n % 3), f"r{n}")
+                for n, (p, t) in enumerate(zip(prompts, targets))
+            )
+        )
+
+    for n, output in enumerate(serve(use)):
+        assert len(output.outputs[0].token_ids) == n % 3
+        assert_scores(output.target_logprobs, llama, prompts[n], targets[n])
+
+
+def test_prompt_logprobs_are_filled_in(serve, llama):
+    ids = random_ids(1, VOCABULARY, 90)
+
+    async def use(llm):
+        sampling = params(1, prompt_logprobs=0)
+        return await last_output(llm, prompt(ids, ids[-3:]), sampling, "a")
+
+    output = serve(use)
+    assert_scores(output.target_logprobs, llama, ids, ids[-3:])
+    assert output.prompt_logprobs[:-3] == [None] * (len(ids) - 3)
+    got = [entry[i].logprob for i, entry in zip(ids[-3:], output.prompt_logprobs[-3:])]
+    assert got == output.target_logprobs.logprobs[:, 0].tolist()
+
+
+def test_n_sequences(serve, llama):
+    ids = random_ids(2, VOCABULARY, 70)
+
+    async def use(llm):
+        # No seed: upstream's V1 on a CPU dies of one in a chunked prefill.
+        sampling = params(2, n=3, temperature=1.0)
+        return await last_output(llm, prompt(ids, ids[1:]), sampling, "n")
+
+    assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])
+
+
+def test_a_cancelled_request_leaves_the_engine_serving(serve, llama):
+    ids = random_ids(3, VOCABULARY, 200)
+
+    async def use(llm):
+        task = asyncio.create_task(
+            last_output(llm, prompt(ids, ids[1:]), params(40), "gone")
+        )
+        await asyncio.sleep(0)  # lets it start
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await last_output(llm, prompt(ids, ids[1:]), params(), "next")
+
+    assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])
+
+
+def test_bad_targets_are_refused_at_the_call(serve, llama):
+    from vllm.exceptions import VLLMValidationError
+
+    ids = random_ids(4, VOCABULARY, 20)
+
+    async def use(llm):
+        for targets in ([VOCABULARY], [5] * 20, [[5, True]]):
+            with pytest.raises(VLLMValidationError, match="target_token_ids"):
+                await last_output(llm, prompt(ids, targets), params(), "bad")
+        return await last_output(llm, prompt(ids, ids[1:]), params(), "good")
+
+    assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])
+
+
+def test_streaming_input_is_refused(serve, llama):
+    """A session whose prompt goes on growing has no end to align the rows to."""
+    from vllm.engine.protocol import StreamingInput
+    from vllm.exceptions import VLLMValidationError
+
+    ids = random_ids(5, VOCABULARY, 20)
+
+    async def pieces(llm):
+        rendered = await llm.renderer.render_cmpl_async([prompt(ids, ids[1:])])
+        yield StreamingInput(prompt=rendered[0])
+
+    async def use(llm):
+        with pytest.raises(VLLMValidationError, match="target_token_ids"):
+            await last_output(llm, pieces(llm), params(1), "stream")
+        return await last_output(llm, prompt(ids, ids[1:]), params(), "good")
+
+    assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])

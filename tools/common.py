@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every tool shares: where things lie, and how an error reaches a person.
+
+Standard library only, since the first step of a build runs before there is an
+environment.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ToolError(Exception):
+    """A failure that a person can act on; the text says what and how."""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The folders of one checkout of the fork.
+
+    Everything that the tools write lies below ``root``.
+    """
+
+    root: Path
+
+    @property
+    def lock_file(self) -> Path:
+        return self.root / "upstream.lock"
+
+    @property
+    def patches(self) -> Path:
+        return self.root / "patches"
+
+    @property
+    def build(self) -> Path:
+        return self.root / "build"
+
+    @property
+    def downloads(self) -> Path:
+        return self.build / "downloads"
+
+    @property
+    def bases(self) -> Path:
+        """Bare repository with one commit per imported upstream release."""
+        return self.build / "bases.git"
+
+    @property
+    def source(self) -> Path:
+        """The working tree that ``series open`` makes."""
+        return self.build / "src"
+
+    @property
+    def dist(self) -> Path:
+        return self.root / "dist"
+
+    @property
+    def venv(self) -> Path:
+        return self.root / ".venv"
+
+    def own_temporary(self) -> Path:
+        """This process's folder for temporary files; see ``sweep``."""
+        folder = self.build / "tmp" / str(os.getpid())
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def sweep(self) -> None:
+        """Remove the temporary folders of this process and of those that are gone."""
+        for folder in (self.build / "tmp").glob("*"):
+            if (
+                folder.name == str(os.getpid())
+                or not Path("/proc", folder.name).exists()
+            ):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty folder below ``build/``, gone at the end whatever happens."""
+        folder = Path(tempfile.mkdtemp(prefix="work-", dir=self.own_temporary()))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# Quiet; the second one only silences a warning of pytest-asyncio.
+PYTEST_OPTIONS = ["-q", "-o", "asyncio_default_fixture_loop_scope=function"]
+
+HERE = Checkout(Path(__file__).resolve().parent.parent)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` so that no reader ever sees a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a command's ``main``; a ``ToolError`` becomes its text and exit 1.
+
+    A request to end is taken as an interruption, so that temporary folders go.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except ToolError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read and write ``upstream.lock``: what the fork is built from, and what results.
+
+``python -m tools.lock`` prints it; ``python -m tools.lock pin DEVICE ...`` records
+the archives of the locked release for devices, hashes as found.
+"""
+
+import argparse
+import dataclasses
+import tomllib
+from dataclasses import dataclass
+
+from tools.common import HERE, Checkout, ToolError, run_main, write_atomically
+
+_HEADER = """\
+# SPDX-License-Identifier: Apache-2.0
+# What this fork is built from. `python -m tools.series export` writes the tree
+# hashes, `python -m tools.series rebase VERSION` moves to another release, and
+# `python -m tools.lock pin DEVICE` records its binaries. `revision` is edited by
+# hand: it is the N of 0.32.0+utio.N.cpu.
+"""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One file of the package index.
+
+    Attributes:
+        requirement: what to ask pip for, ``name==version``.
+        file: the name of the file.
+        sha256: its digest, 64 hexadecimal digits.
+        cuda: the CUDA version the binaries are for, empty if none.
+    """
+
+    requirement: str
+    file: str
+    sha256: str
+    cuda: str = ""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The contents of ``upstream.lock``.
+
+    Attributes:
+        release: upstream version without the ``v``.
+        commit: upstream commit of the tag; the release's own files give nine digits.
+        label: the fork's name in the local version label.
+        revision: counts the fork's releases on this upstream release.
+        base_tree: git tree hash of the source archive as imported.
+        tree: git tree hash that the applied series must give.
+        sdist: the source archive.
+        wheels: the precompiled binaries by device.
+    """
+
+    release: str
+    commit: str
+    label: str
+    revision: int
+    base_tree: str
+    tree: str
+    sdist: Archive
+    wheels: dict[str, Archive]
+
+    def wheel(self, device: str) -> Archive:
+        """The binaries for ``device``.
+
+        Raises:
+            ToolError: none are recorded.
+        """
+        if device not in self.wheels:
+            raise ToolError(
+                f"upstream.lock has no binaries of {self.release} for {device}; "
+                f"record them with `python -m tools.lock pin {device}`"
+            )
+        return self.wheels[device]
+
+    def version(self, device: str) -> str:
+        """Version of the wheel; upstream looks for ``cpu`` in it on a CPU."""
+        return f"{self.release}+{self.label}.{self.revision}.{device}"
+
+
+def read(checkout: Checkout) -> Lock:
+    """Read the lock of a checkout.
+
+    Raises:
+        ToolError: the file is missing or something in it is.
+    """
+    try:
+        table = tomllib.loads(checkout.lock_file.read_text())
+        archives = {name: Archive(**row) for name, row in table["archive"].items()}
+        return Lock(
+            release=table["upstream"]["release"],
+            commit=table["upstream"]["commit"],
+            label=table["fork"]["label"],
+            revision=table["fork"]["revision"],
+            base_tree=table["series"]["base_tree"],
+            tree=table["series"]["tree"],
+            sdist=archives.pop("sdist"),
+            wheels=archives,
+        )
+    except FileNotFoundError:
+        raise ToolError(f"no {checkout.lock_file.name} in {checkout.root}") from None
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ToolError(f"upstream.lock can not be read: {error!r}") from None
+
+
+def write(checkout: Checkout, lock: Lock) -> None:
+    """Write the lock; the bytes depend on its contents alone."""
+    tables: dict[str, dict[str, object]] = {
+        "upstream": {
+            "release": lock.release,
+            "tag": f"v{lock.release}",
+            "commit": lock.commit,
+        },
+        "fork": {"label": lock.label, "revision": lock.revision},
+        "series": {"base_tree": lock.base_tree, "tree": lock.tree},
+    }
+    for name, archive in [("sdist", lock.sdist), *sorted(lock.wheels.items())]:
+        row = dataclasses.asdict(archive)
+        tables[f"archive.{name}"] = {key: row[key] for key in row if row[key]}
+    lines = [_HEADER]
+    for name, row in tables.items():
+        lines.append(f"[{name}]")
+        for key, value in row.items():
+            shown = value if isinstance(value, int) else f'"{value}"'
+            lines.append(f"{key} = {shown}")
+        lines.append("")
+    write_atomically(checkout.lock_file, "\n".join(lines).rstrip().encode() + b"\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.lock", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb")
+    pin = verbs.add_parser("pin", help="record the archives of the locked release")
+    pin.add_argument("device", nargs="+", choices=["cpu", "cuda"])
+    arguments = parser.parse_args()
+    if arguments.verb == "pin":
+        from tools import fetch
+
+        lock = read(HERE)
+        for device in arguments.device:
+            archive = fetch.discover_wheel(HERE, lock.release, device)
+            print(f"{device}: {archive.file} sha256 {archive.sha256}")
+            lock = dataclasses.replace(lock, wheels={**lock.wheels, device: archive})
+        write(HERE, lock)
+    else:
+        read(HERE)
+        print(HERE.lock_file.read_text(), end="")
+
+
+if __name__ == "__main__":
+    run_main(main)

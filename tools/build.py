@@ -28,7 +28,7 @@ DEMO = [
     "examples/score_perplexity.py",
     "--model", "examples/reference_model/model",
     "--held-out", "build/downloads/vllm-{release}.tar.gz",
-    "--limit-tokens", "30000",
+    "--limit-tokens", "15000",
     "--baseline", "prompt_logprobs",
     "--baseline-full-positions", "256",
     "--repeat", "3",

@@ -67,7 +67,7 @@ def main() -> None:
     size = scored_bytes(llm, windows)
     report = {
         "model": str(args.model),
-        "texts": len(texts),
+        "texts": sum(map(bool, tokens)),
         "windows": len(windows),
         "context_length": args.context_length,
         "stride": args.stride,
@@ -348,18 +348,18 @@ def table(title: str, rows: list[dict]) -> Table:
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     result.add_column("path")
-    for column in ("perplexity", "diff.", "bits/byte", "time", "ratio"):
+    for column in ("perplexity", "diff.", "bits/byte", "seconds", "ratio"):
         result.add_column(column, justify="right")
     for row in rows:
-        low, high = min(row["all_seconds"]), max(row["all_seconds"])
-        spread = f" ({low:.2f} to {high:.2f})" if len(row["all_seconds"]) > 1 else ""
+        half = (max(row["all_seconds"]) - min(row["all_seconds"])) / 2
+        spread = f" ±{half:.2f}" if len(row["all_seconds"]) > 1 else ""
         bits = row["bits_per_byte"]
         result.add_row(
             row["path"],
             f"{row['perplexity']:.4f}",
             f"{row['relative_difference']:+.0e}" if row is not rows[0] else "",
             f"{bits:.4f}" if bits is not None else "",
-            f"{row['seconds']:.2f} s{spread}",
+            f"{row['seconds']:.2f}{spread}",
             f"{row['times_the_first']:.2f}×",
         )
     return result

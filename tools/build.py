@@ -30,7 +30,7 @@ DEMO = [
     "--held-out", "build/downloads/vllm-{release}.tar.gz",
     "--limit-tokens", "15000",
     "--baseline", "prompt_logprobs",
-    "--baseline-full-positions", "256",
+    "--baseline-full-positions", "64",
     "--repeat", "3",
     # Starts in seconds, beside other programs; all paths share the engine.
     "--enforce-eager",

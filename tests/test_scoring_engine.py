@@ -15,7 +15,7 @@ from scoring import (
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
-CHUNK = 32
+CHUNKED = dict(max_num_batched_tokens=32, max_num_seqs=4)
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def llm(engine):
 
 @pytest.fixture
 def chunked(engine):
-    """Computes at most `CHUNK` tokens a step."""
-    return engine("llama", max_num_batched_tokens=CHUNK, max_num_seqs=4)
+    """Computes at most 32 tokens a step."""
+    return engine("llama", **CHUNKED)
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def greedy_of_oracle(llama, ids: list[int], count: int) -> list[int]:
 KINDS = ("score", "generate", "prompt_logprobs", "score and prompt_logprobs")
 
 
-@pytest.mark.parametrize("which", ["llm", "chunked"])
-def test_requests_of_every_kind_in_one_call(request, llama, which):
+@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["whole", "chunked"])
+def test_requests_of_every_kind_in_one_call(engine, llama, options):
     rng = np.random.default_rng(3)
     requests, sampling, cases = [], [], []
     for index in range(16):
@@ -75,7 +75,7 @@ def test_requests_of_every_kind_in_one_call(request, llama, which):
         sampling.append(params(generated, prompt_logprobs=logprobs))
         cases.append((ids, targets, generated, logprobs))
 
-    outputs = run(request.getfixturevalue(which), requests, sampling)
+    outputs = run(engine("llama", **options), requests, sampling)
 
     for (ids, targets, generated, logprobs), output in zip(cases, outputs):
         assert output.prompt_token_ids == ids

@@ -6,8 +6,8 @@ from scoring import assert_same_scores, assert_scores, params, prompt, random_id
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
-BLOCK = 16
-SHARED = 10 * BLOCK + 5
+BLOCK = 32  # the smallest that attention on a CPU takes
+SHARED = 5 * BLOCK + 5
 
 
 @pytest.fixture(params=[1024, 40], ids=["whole", "chunked"])
@@ -53,6 +53,40 @@ def test_leading_rows_that_are_not_scored_are_read_from_the_cache(llm, oracle):
     _, (output,) = run_cold_and_warm(llm, [prompt(ids, targets)], params())
     assert output.num_cached_tokens == (5 * BLOCK - 1) // BLOCK * BLOCK
     assert_scores(output.target_logprobs, oracle("llama"), ids, targets)
+
+
+def test_a_prompt_of_which_nothing_is_scored_is_read_from_the_cache(llm, oracle):
+    ids = random_ids(13, VOCABULARY, 6 * BLOCK)
+    targets = [-1] * (len(ids) - 1)
+    _, (output,) = run_cold_and_warm(llm, [prompt(ids, targets)], params())
+    assert output.num_cached_tokens == 5 * BLOCK
+    assert_scores(output.target_logprobs, oracle("llama"), ids, targets)
+
+
+def test_what_scoring_leaves_in_the_cache_serves_generation_and_back(llm, oracle):
+    llama = oracle("llama")
+    ids = random_ids(14, VOCABULARY, SHARED)
+    run(llm, [prompt(ids, ids[1:])], params())
+    (generated,) = run(llm, [prompt(ids)], params(BLOCK))
+    assert generated.num_cached_tokens == SHARED // BLOCK * BLOCK
+    answer = list(generated.outputs[0].token_ids)
+    best = llama.logits(ids + answer)[SHARED - 1 : -1].argmax(axis=1)
+    assert answer == best.tolist()
+    (scored,) = run(llm, [prompt(ids + answer, answer)], params())
+    assert scored.num_cached_tokens == (SHARED - 1) // BLOCK * BLOCK
+    assert_scores(scored.target_logprobs, llama, ids + answer, answer)
+    assert (scored.target_logprobs.ranks == 1).all()
+
+
+def test_prompt_logprobs_asked_with_targets_are_complete_after_a_hit(llm, oracle):
+    ids = random_ids(15, VOCABULARY, SHARED)
+    run(llm, [prompt(ids, ids[-20:])], params())
+    (output,) = run(llm, [prompt(ids, ids[-20:])], params(prompt_logprobs=0))
+    assert_scores(output.target_logprobs, oracle("llama"), ids, ids[-20:])
+    assert output.prompt_logprobs[:-20] == [None] * (SHARED - 20)
+    assert [set(entry) for entry in output.prompt_logprobs[-20:]] == [
+        {i} for i in ids[-20:]
+    ]
 
 
 def test_generation_after_a_hit_is_the_same(llm):

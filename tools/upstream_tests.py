@@ -3,7 +3,8 @@
 
 They run in ``build/upstream-tests``, the applied tree without its ``vllm`` folder,
 so that ``import vllm`` is the installed wheel. ``tests/upstream_deselect.txt`` lists
-what can not run here: a pytest node id, two spaces, ``# why``.
+what can not run here: a pytest node id, two spaces, ``# why``. Tests of Triton
+kernels run in a session of their own, in Triton's interpreter.
 """
 
 import argparse
@@ -16,6 +17,9 @@ from pathlib import Path
 
 from tools import lock as locks, series, stamp
 from tools.common import HERE, PYTEST_OPTIONS, Checkout, ToolError, run_main
+
+INTERPRETED = ("tests/v1/worker/test_fused_target_logprobs.py",)
+"""Tests that need a GPU or Triton's interpreter."""
 
 _HEADER = re.compile(rb"^\+\+\+ b/(tests/(?:.*/)?test_[^/\s]*\.py)$", re.MULTILINE)
 
@@ -81,9 +85,18 @@ def main() -> None:
     folder = prepare(HERE)
     skipped = [f"--deselect={entry}" for entry in deselected(HERE)]
     command = [sys.executable, "-s", "-m", "pytest", *PYTEST_OPTIONS]
-    command += [*files, *skipped, *options]
+    command += [*skipped, *options]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    sys.exit(subprocess.run(command, cwd=folder, env=environment).returncode)
+    backend = str(HERE.root / "tests" / "v2_on_cpu")
+    interpreter = {"TRITON_INTERPRET": "1", "PYTHONPATH": backend}
+    kernels = [file for file in files if file in INTERPRETED]
+    others = [file for file in files if file not in INTERPRETED]
+    codes = [
+        subprocess.run([*command, *group], cwd=folder, env=env).returncode
+        for group, env in ((kernels, environment | interpreter), (others, environment))
+        if group
+    ]
+    sys.exit(max(codes))
 
 
 if __name__ == "__main__":

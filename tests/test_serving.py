@@ -397,15 +397,10 @@ def test_max_tokens_zero_is_for_scores(server):
     bodies = {
         COMPLETIONS: {"model": MODEL, "prompt": SHORT, "max_tokens": 0},
         GENERATE: {"token_ids": SHORT, "sampling_params": {"max_tokens": 0}},
-        "/v1/chat/completions": {
-            "messages": [{"role": "user", "content": "x"}],
-            "max_tokens": 0,
-            "chat_template": None,
-        },
     }
-    for path in (COMPLETIONS, GENERATE):
+    for path, body in bodies.items():
         for stream in (False, True):
-            error = server.refusal(path, bodies[path] | {"stream": stream})
+            error = server.refusal(path, body | {"stream": stream})
             assert error["param"] == "max_tokens"
 
 

@@ -3,6 +3,8 @@
 requests and results cross process boundaries here."""
 
 import asyncio
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -27,9 +29,12 @@ def serve(runner, model_folder):
             return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
 
         llm = loop.run(start())
-        yield lambda use: loop.run(use(llm))
+        served = weakref.proxy(llm)
+        yield lambda use: loop.run(use(served))
         llm.shutdown()
-        del llm  # now, and not while the interpreter shuts down
+        # It is in cycles, and complains if it goes with the interpreter.
+        del llm
+        gc.collect()
 
 
 @pytest.fixture

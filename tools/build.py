@@ -40,7 +40,7 @@ NEXT = """\
 What to try next:
   .venv/bin/python examples/score_perplexity.py --help
   .venv/bin/python examples/score_perplexity.py \\
-      --model examples/reference_model/model --text README.md
+      --model examples/reference_model/model --text README.md --enforce-eager
   ./build.sh test"""
 
 _GIB = 2**30

@@ -23,13 +23,19 @@ os.environ |= {
 }
 
 
+TABLES = pytest.StashKey[dict[str, list[list[str]]]]()
+
+
 @pytest.fixture(scope="session")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 2 layers, 1024 wide, with a vocabulary of 128,256 (that of Llama 3)."""
+    return save_wide_model(tmp_path_factory.mktemp("wide"))
+
+
+def save_wide_model(folder: Path) -> Path:
+    """Writes a Llama of 2 layers, 1024 wide, with Llama 3's vocabulary of 128,256."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128_256,
@@ -45,7 +51,45 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 16 layers, 1024 wide, with a vocabulary of 32,000."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("deep")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tables(request: pytest.FixtureRequest) -> dict[str, list[list[str]]]:
+    """Tables to print at the end: rows of cells by title, the first one the head."""
+    request.config.stash[TABLES] = {}
+    return request.config.stash[TABLES]
+
+
 def pytest_terminal_summary(terminalreporter, config) -> None:
+    for title, rows in config.stash.get(TABLES, {}).items():
+        terminalreporter.write_line(f"\n{title}\n")
+        head, *body = rows
+        for cells in (head, ["---:"] * len(head), *body):
+            terminalreporter.write_line(f"| {' | '.join(cells)} |")
+    write_benchmarks(terminalreporter, config)
+
+
+def write_benchmarks(terminalreporter, config) -> None:
     """Prints, for each group, every path's median and its ratio to the first."""
     session = getattr(config, "_benchmarksession", None)
     if session is None:

@@ -97,6 +97,23 @@ def main() -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_text_arguments(parser)
+    add_window_arguments(parser)
+    add_engine_arguments(parser)
+    result = parser.add_argument_group("comparison and result")
+    result.add_argument("--baseline", choices=["prompt_logprobs"])
+    result.add_argument("--baseline-full-positions", type=int, default=0, metavar="N",
+                        help="also prompt_logprobs=-1, on the first N positions: it "
+                        "makes an object for every word of the vocabulary")  # fmt: skip
+    result.add_argument("--repeat", type=int, default=1,
+                        help="time the paths so often, by turns")  # fmt: skip
+    result.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    check_windows(parser, args)
+    return args
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text, one of these")
     source = text.add_mutually_exclusive_group(required=True)
     source.add_argument("--dataset", help="name or folder for datasets.load_dataset; "
@@ -111,9 +128,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text.add_argument("--text-column", default="text")
     text.add_argument("--num-samples", type=int, help="first samples of the dataset")
     text.add_argument("--limit-tokens", type=int, help="stop after so many tokens")
+
+
+def add_window_arguments(parser: argparse.ArgumentParser) -> None:
     windows = parser.add_argument_group("windows")
     windows.add_argument("--context-length", type=int, default=512)
     windows.add_argument("--stride", type=int, help="default: half the context")
+
+
+def check_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fills in the stride; a parser error if no window has that shape."""
+    if args.stride is None:
+        args.stride = max(args.context_length // 2, 1)
+    if args.context_length < 2:
+        parser.error("--context-length must be at least 2")
+    if not 1 <= args.stride <= args.context_length:
+        parser.error("--stride must be from 1 to --context-length")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine, as vLLM's own options")
     engine.add_argument("--model", default=str(REFERENCE_MODEL / "model"))
     engine.add_argument("--quantization")
@@ -125,22 +158,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--seed", type=int)
     for flag in ("trust-remote-code", "enforce-eager", "disable-custom-all-reduce"):
         engine.add_argument(f"--{flag}", action="store_true", default=None)
-    result = parser.add_argument_group("comparison and result")
-    result.add_argument("--baseline", choices=["prompt_logprobs"])
-    result.add_argument("--baseline-full-positions", type=int, default=0, metavar="N",
-                        help="also prompt_logprobs=-1, on the first N positions: it "
-                        "makes an object for every word of the vocabulary")  # fmt: skip
-    result.add_argument("--repeat", type=int, default=1,
-                        help="time the paths so often, by turns")  # fmt: skip
-    result.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
-    if args.stride is None:
-        args.stride = max(args.context_length // 2, 1)
-    if args.context_length < 2:
-        parser.error("--context-length must be at least 2")
-    if not 1 <= args.stride <= args.context_length:
-        parser.error("--stride must be from 1 to --context-length")
-    return args
 
 
 def read_texts(args: argparse.Namespace) -> list[str]:
@@ -161,6 +178,17 @@ def read_texts(args: argparse.Namespace) -> list[str]:
 
 def start_engine(args: argparse.Namespace) -> LLM:
     """Starts vLLM with the given options, and its own defaults for the others."""
+    return LLM(
+        **engine_options(args),
+        max_model_len=args.context_length + 1,  # vLLM wants room for one more token
+        max_logprobs=-1 if args.baseline_full_positions else 20,
+        # No path could use it, as windows start at different tokens.
+        enable_prefix_caching=False,
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those options of `add_engine_arguments` that were given."""
     names = [
         "model",
         "quantization",
@@ -175,13 +203,7 @@ def start_engine(args: argparse.Namespace) -> LLM:
         "disable_custom_all_reduce",
     ]
     options = {name: getattr(args, name) for name in names}
-    return LLM(
-        **{name: value for name, value in options.items() if value is not None},
-        max_model_len=args.context_length + 1,  # vLLM wants room for one more token
-        max_logprobs=-1 if args.baseline_full_positions else 20,
-        # No path could use it, as windows start at different tokens.
-        enable_prefix_caching=False,
-    )
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def tokenize(llm: LLM, texts: list[str], limit: int | None) -> list[list[int]]:
@@ -284,12 +306,14 @@ def compare(
     return results
 
 
-def calls(windows: list[Window]) -> Iterator[list[Window]]:
-    """Splits the windows into `generate` calls of up to `TOKENS_PER_CALL` tokens."""
+def calls(windows: list[Window], limit: int | None = None) -> Iterator[list[Window]]:
+    """Splits the windows into `generate` calls of up to `limit` tokens, by default
+    `TOKENS_PER_CALL`."""
+    limit = limit or TOKENS_PER_CALL
     call: list[Window] = []
     tokens = 0
     for window in windows:
-        if call and tokens + len(window.token_ids) > TOKENS_PER_CALL:
+        if call and tokens + len(window.token_ids) > limit:
             yield call
             call, tokens = [], 0
         call.append(window)

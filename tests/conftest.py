@@ -93,6 +93,26 @@ def oracle(model_folder):
 
 
 @pytest.fixture(scope="session")
+def depth_oracle(model_folder):
+    """The `DepthOracle` of a family."""
+    from depth_oracle import DepthOracle
+
+    return cache(lambda family, **kw: DepthOracle(model_folder(family), **kw))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_groups() -> None:
+    """Lets an in-process engine be collected while others run.
+
+    vLLM tears down the process groups with the first engine that goes, and engines of
+    one process share them: the others would then fail on every step.
+    """
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+
+
+@pytest.fixture(scope="session")
 def engine(runner: str, model_folder):
     """The in-process `LLM` of a family and its options, shared by the whole session.
 

@@ -143,11 +143,13 @@ def decode(field: str, value) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def assert_choice(choice: dict, oracle, prompt: list[int], targets) -> None:
-    """Asserts that a choice holds exactly the targets' scores."""
+def assert_choice(
+    choice: dict, oracle, prompt: list[int], targets, others: tuple[str, ...] = ()
+) -> None:
+    """Asserts that a choice holds exactly the targets' scores, and `others`."""
     body = choice["target_logprobs"]
     fields = ("token_ids", "logprobs", "ranks", "entropy")
-    assert set(body) == {"start", *fields}
+    assert set(body) == {"start", *fields, *others}
     arrays = {field: decode(field, body[field]) for field in fields}
     np.testing.assert_array_equal(arrays.pop("token_ids"), pad_targets(targets))
     scores = SimpleNamespace(start=body["start"], **arrays)
@@ -347,6 +349,71 @@ def test_generation_goes_on_after_the_target(server):
     assert scored["choices"][0]["text"] == joined
 
 
+def assert_continuation(choice: dict, oracle, prompt: list[int], targets) -> None:
+    """Asserts the scores of one of `continuations`, with its sum and flag."""
+    assert_choice(choice, oracle, prompt, targets, ("logprob_sum", "is_greedy"))
+    body = choice["target_logprobs"]
+    logprobs = decode("logprobs", body["logprobs"]).sum(dtype=np.float64)
+    assert body["logprob_sum"] == logprobs
+    assert body["is_greedy"] == (decode("ranks", body["ranks"]) == 1).all()
+
+
+@pytest.mark.parametrize("encoding", ["json", "npy"])
+def test_continuations(server, llama, encoding):
+    """Of token ids and of a text, more of them than run at once."""
+    continuations = [random_ids(n, VOCABULARY, 1 + n) for n in range(20)]
+    best = int(llama.logits(LONG)[-1].argmax())
+    for prompt, targets, expected in (
+        (
+            LONG,
+            [[best], *continuations],
+            [(LONG + ids, ids) for ids in [[best], *continuations]],
+        ),
+        (
+            "assert x ",
+            [target for _, target in TEXTS],
+            [continuation("assert x ", target) for _, target in TEXTS],
+        ),
+    ):
+        answer = server.ask(
+            prompt=prompt, continuations=targets, max_tokens=0, encoding=encoding
+        )
+        choices = answer["choices"]
+        assert [choice["index"] for choice in choices] == [*range(len(targets))]
+        for choice, pair in zip(choices, expected, strict=True):
+            assert_continuation(choice, llama, *pair)
+        assert answer["usage"]["prompt_tokens"] == sum(len(ids) for ids, _ in expected)
+        assert choices[0]["target_logprobs"]["is_greedy"] == (prompt is LONG)
+
+
+def test_continuations_in_other_ways(server, llama):
+    """Through the `openai` client, rendered first, and with tokens after them."""
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0)
+    completion = client.completions.create(
+        model=MODEL,
+        prompt=SHORT,
+        max_tokens=0,
+        extra_body={"continuations": [[5], [6, 7]]},
+    )
+    for choice, ids in zip(completion.to_dict()["choices"], [[5], [6, 7]], strict=True):
+        assert_continuation(choice, llama, SHORT + ids, ids)
+
+    body = dict(model=MODEL, prompt=SHORT, continuations=[[5], [6, 7]], max_tokens=0)
+    rendered = server.post(COMPLETIONS + "/render", body).json()
+    for request, ids in zip(rendered, [[5], [6, 7]], strict=True):
+        (choice,) = server.post(GENERATE, request).json()["choices"]
+        assert_choice(choice, llama, SHORT + ids, ids)
+
+    fields = dict(max_tokens=3, temperature=0, ignore_eos=True)
+    (joined,) = server.ask(prompt=[*SHORT, 5], **fields)["choices"]
+    (choice,) = server.ask(prompt=SHORT, continuations=[[5]], **fields)["choices"]
+    assert choice["text"] == joined["text"]
+    choices = server.ask(prompt=SHORT, continuations=[[5], [6]], max_tokens=0, n=2)
+    for choice, token in zip(choices["choices"], (5, 5, 6, 6), strict=True):
+        assert_continuation(choice, llama, [*SHORT, token], [token])
+
+
 def test_openai_client(server, llama):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0)
@@ -386,11 +453,17 @@ def test_render_generate_derender(server):
 def test_schema(server):
     schema = requests.get(server.url + "/openapi.json", timeout=REQUEST_SECONDS).json()
     schemas = schema["components"]["schemas"]
-    for name in ("target_token_ids", "target_text", "target_logprobs_encoding"):
+    for name in (
+        "target_token_ids",
+        "target_text",
+        "continuations",
+        "target_logprobs_encoding",
+    ):
         assert schemas["CompletionRequest"]["properties"][name]["description"]
     answer = schema["paths"][COMPLETIONS]["post"]["responses"]["200"]
     assert "CompletionResponse" in json.dumps(answer)
     assert "entropy" in schemas["ChoiceTargetLogprobs"]["properties"]
+    assert "is_greedy" in schemas["ContinuationLogprobs"]["properties"]
 
 
 def test_max_tokens_zero_is_for_scores(server):
@@ -404,13 +477,17 @@ def test_max_tokens_zero_is_for_scores(server):
             assert error["param"] == "max_tokens"
 
 
-@pytest.mark.parametrize("name", ["target_token_ids", "target_text"])
+@pytest.mark.parametrize("name", ["target_token_ids", "target_text", "continuations"])
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/responses", {"input": "x"}),
         ("/tokenize", {"prompt": "x"}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+        ),
     ],
 )
 def test_endpoints_that_do_not_score(server, path, body, name):
@@ -532,6 +609,30 @@ BAD_TEXTS: list[tuple[str, dict[str, object]]] = [
     ("input_text", {"target_text": "a" * 100_000}),  # upstream's name, as above
     ("input_tokens", {"target_text": "a b" * 500}),
 ]
+BAD_CONTINUATIONS: list[tuple[str, dict[str, object]]] = [
+    *(
+        ("continuations", {"continuations": value})
+        for value in (
+            *([], [[]], [[5], []], 5, "5", "", True, 0.5, {}, [5], ["text"], [None]),
+            *([[VOCABULARY]], [[5], [10**4000]], [[-1]], [[True]], [[5.0]], [["5"]]),
+            *([[[5]]], [[5] * MAX_MODEL_LEN], [[5]] * 1025, nested(300)),
+            lambda rng: [[5], junk(rng)],
+        )
+    ),
+    *(
+        ("continuations", {"prompt": "text", "continuations": value})
+        for value in ([], [""], ["a", 5], [[5]], "a", {}, ["a", "\ud8ff"], ["a"] * 1025)
+    ),
+    ("continuations", {"target_token_ids": [5]}),
+    ("continuations", {"target_text": "a"}),
+    ("prompt", {"prompt": [SHORT]}),
+    ("prompt", {"prompt": ["a"]}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [5, VOCABULARY]}),
+    ("prompt", {"prompt": [5] * MAX_MODEL_LEN}),
+    ("stream", {"stream": True}),
+    ("input_text", {"prompt": "a", "continuations": ["b", "c" * 100_000]}),
+]
 BAD_GENERATE: list[tuple[str, dict[str, object]]] = [
     *(("target_token_ids", {"target_token_ids": value}) for value in BAD_IDS),
     ("target_text", {"target_text": "text"}),
@@ -560,6 +661,10 @@ VALID = {
         COMPLETIONS,
         {"model": MODEL, "prompt": "def f", "target_text": "(x)", "max_tokens": 0},
     ),
+    "continuations": (
+        COMPLETIONS,
+        {"model": MODEL, "prompt": SHORT, "continuations": [[5]], "max_tokens": 0},
+    ),
     "generate": (
         GENERATE,
         {
@@ -571,7 +676,9 @@ VALID = {
 }
 BAD = [
     (name, param, change)
-    for name, table in zip(VALID, (BAD_COMPLETIONS, BAD_TEXTS, BAD_GENERATE))
+    for name, table in zip(
+        VALID, (BAD_COMPLETIONS, BAD_TEXTS, BAD_CONTINUATIONS, BAD_GENERATE)
+    )
     for param, change in table
 ]
 
@@ -605,6 +712,8 @@ def test_refusals(server, llama):
 
 _TARGETS = '"prompt":[5,6,7],"target_token_ids":'
 _PROMPT = '"target_token_ids":[5],"prompt":'
+_LISTS = '"prompt":[5,6,7],"continuations":'
+_TEXTS = '"continuations":[' + ",".join(['"a"'] * 1000) + '],"prompt":'
 _IDS = '"target_token_ids":[5],"sampling_params":{},"token_ids":'
 LARGE = {  # path, parameter to be named, and a body's start, repeated middle and end
     "rows": (COMPLETIONS, "target_token_ids", _TARGETS + "[5", ",5", "]}"),
@@ -613,6 +722,13 @@ LARGE = {  # path, parameter to be named, and a body's start, repeated middle an
     "floats": (COMPLETIONS, "target_token_ids", _TARGETS + "[5", ",0.5", "]}"),
     "string": (COMPLETIONS, "target_token_ids", _TARGETS + '"5', "5", '"}'),
     "text": (COMPLETIONS, "input_text", '"prompt":"a","target_text":"b', " c", '"}'),
+    "continuations": (COMPLETIONS, "continuations", _LISTS + "[[5]", ",[5]", "]}"),
+    "long-continuation": (COMPLETIONS, "continuations", _LISTS + "[[5", ",5", "]]}"),
+    "long-continuation-text": (
+        *(COMPLETIONS, "input_text"),
+        *('"prompt":"a","continuations":["b","', "c ", '"]}'),
+    ),
+    "long-context": (COMPLETIONS, "input_text", _TEXTS + '"5', "a b ", '"}'),
     "prompt": (COMPLETIONS, "input_tokens", _PROMPT + "[5", ",5", "]}"),
     "prompt-of-floats": (COMPLETIONS, "prompt", _PROMPT + "[5", ",0.5", "]}"),
     "prompts": (COMPLETIONS, "prompt", _PROMPT + "[[5]", ",[5]", "]}"),
@@ -664,6 +780,7 @@ class Clients:
         "score_ids": 10,
         "score_batch": 6,
         "score_text": 6,
+        "score_continuations": 6,
         "score_by_generate": 6,
         "complete": 4,
         "stream": 4,
@@ -770,6 +887,20 @@ class Clients:
         body = dict(model=MODEL, prompt=prompts, target_text=targets)
         expected = [continuation(*pair) for pair in pairs]
         await self.score(session, COMPLETIONS, body | self.sampling(), expected)
+
+    async def score_continuations(self, session) -> None:
+        rng = self.rng
+        prompt = rng.choice(self.prompts[:-1])
+        room = MAX_MODEL_LEN - 1 - len(prompt)
+        targets = [
+            [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, min(room, 9)))]
+            for _ in range(rng.randint(1, 8))
+        ]
+        body = dict(model=MODEL, prompt=prompt, continuations=targets, max_tokens=0)
+        status, answer = await self.send(session, COMPLETIONS, body)
+        assert status == 200, (status, answer)
+        for choice, ids in zip(answer["choices"], targets, strict=True):
+            assert_continuation(choice, self.oracle, prompt + ids, ids)
 
     async def score_by_generate(self, session) -> None:
         prompt = self.rng.choice(self.prompts)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random tiny models of the four families, each with a tokenizer of its own.
 
-`wide` is a second Llama, with a vocabulary of realistic size.
+`wide` is a second Llama, with a vocabulary of realistic size. The `deep_` ones have
+six layers for depth routing.
 """
 
 from functools import cache
@@ -12,6 +13,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -40,6 +42,18 @@ _DECODER = dict(
     eos_token_id=EOS_ID,
     pad_token_id=EOS_ID,
 )
+_OPT = dict(
+    hidden_size=128,
+    ffn_dim=256,
+    num_attention_heads=4,
+    max_position_embeddings=MAX_POSITIONS,
+    init_std=SPREAD,
+    bos_token_id=BOS_ID,
+    eos_token_id=EOS_ID,
+    pad_token_id=EOS_ID,
+    dropout=0.0,
+)
+_DEEP = dict(vocab_size=512, num_hidden_layers=6)
 CONFIGS = {
     # 1000 and 777 are no multiples of 64, vLLM pads both vocabularies.
     "llama": LlamaConfig(vocab_size=1000, num_hidden_layers=3, **_DECODER),
@@ -55,18 +69,16 @@ CONFIGS = {
         **_DECODER,
     ),
     "opt": OPTConfig(
-        vocab_size=640,
-        num_hidden_layers=2,
-        hidden_size=128,
-        ffn_dim=256,
-        num_attention_heads=4,
-        word_embed_proj_dim=128,
-        max_position_embeddings=MAX_POSITIONS,
-        init_std=SPREAD,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=EOS_ID,
-        dropout=0.0,
+        vocab_size=640, num_hidden_layers=2, word_embed_proj_dim=128, **_OPT
+    ),
+    "deep_llama": LlamaConfig(**_DEEP, **_DECODER),
+    "deep_mistral": MistralConfig(sliding_window=48, **_DEEP, **_DECODER),
+    "deep_qwen2": Qwen2Config(tie_word_embeddings=True, **_DEEP, **_DECODER),
+    "deep_qwen3": Qwen3Config(head_dim=64, **_DEEP, **_DECODER),
+    "deep_opt": OPTConfig(word_embed_proj_dim=128, **_DEEP, **_OPT),
+    # As OPT 350m: norms after the sums, no final one, narrower embeddings.
+    "deep_opt_post": OPTConfig(
+        do_layer_norm_before=False, word_embed_proj_dim=64, **_DEEP, **_OPT
     ),
 }
 

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What depth routing saves, eager against eager, and what the cost model says it should.
+
+Half of the decode tokens leave after 6 of 16 layers, a fifth after 10, the rest run
+all: 9.8 on average. One engine takes all ways in turn, from step to step, so that all
+see the same requests, contexts and weights: two engines, though the same, differ by up
+to 4 % here. Full depth is the engine with its router taken out. Every ratio is one of
+neighbouring steps.
+
+    taskset -c 0 .venv/bin/python -m pytest benchmarks/test_depth_routing.py
+"""
+
+import os
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+NUM_LAYERS = 16
+CUTOFFS = (6, 10, NUM_LAYERS)
+SHARES = (0.5, 0.2, 0.3)
+UNIFORM = 10  # all tokens: as many layers as the others run on average
+DTYPE = os.environ.get("DEPTH_DTYPE", "float32")
+ROUNDS = int(os.environ.get("DEPTH_ROUNDS", 11))
+DISTINCT = 8
+"""Prompts of a long context that differ; the others read them from the prefix cache.
+Their keys and values fill caches several times over, and prefill stays bearable."""
+NEVER = 10**6
+LONGEST = 1024 + 12 * ROUNDS
+
+FULL, STAIRCASE, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
+    "full depth",
+    "staircase",
+    "buckets",
+    f"all leave at {UNIFORM}",
+    "scores, but one bucket",
+    "batch too small",
+)
+WAYS = (STAIRCASE, BUCKETS, TRUNCATED, SCORED, FALLBACK)
+
+
+@pytest.fixture(scope="module")
+def llm(deep_model):
+    from vllm import LLM
+
+    return LLM(
+        model=str(deep_model),
+        skip_tokenizer_init=True,
+        dtype=DTYPE,
+        enforce_eager=True,
+        max_model_len=LONGEST,
+        max_num_batched_tokens=1024,
+        max_num_seqs=256,
+        kv_cache_memory_bytes=3 * 2**30,
+        seed=0,
+        enable_utio=True,
+        utio_bucket_cutoffs=list(CUTOFFS),
+        utio_bucket_shares=list(SHARES),
+        utio_min_batch_size=1,
+    )
+
+
+@contextmanager
+def way(llm, name: str):
+    """Makes the engine take one of the ways."""
+    router = runner(llm).depth_router
+    config, before = router.config, vars(router.config).copy()
+    if name == FULL:
+        runner(llm).depth_router = None
+    elif name == BUCKETS:
+        config.schedule = BUCKETS
+    elif name == FALLBACK:
+        config.min_batch_size = NEVER
+    elif name in (TRUNCATED, SCORED):
+        depth = UNIFORM if name == TRUNCATED else NUM_LAYERS
+        config.bucket_shares = [float(cutoff == depth) for cutoff in CUTOFFS]
+    try:
+        yield
+    finally:
+        vars(config).update(before)
+        runner(llm).depth_router = router
+
+
+def runner(llm):
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    distinct = count if length < 64 else min(count, DISTINCT)
+    rng = np.random.default_rng(length)
+    ids = rng.integers(0, 32_000, (distinct, length)).tolist()
+    return [ids[n % distinct] for n in range(count)]
+
+
+def params(max_tokens: int):
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False
+    )
+
+
+def fill(llm, batch: int, context: int) -> list[str]:
+    """Prefills requests until all of them decode; their ids."""
+    from vllm import TokensPrompt
+
+    engine = llm.llm_engine
+    assert not engine.has_unfinished_requests() and llm.reset_prefix_cache()
+    names, started = [], set()
+    for n, ids in enumerate(prompts(batch, context)):
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        engine.add_request(f"{n}", prompt, params(LONGEST - context))
+        names.append(f"{n}")
+        last_distinct = n == batch - 1 or n == DISTINCT - 1
+        while last_distinct and len(started) < len(names):
+            started |= {output.request_id for output in engine.step()}
+    return names
+
+
+def seconds(llm) -> float:
+    """Duration of one step, in which every request decodes one token."""
+    start = time.perf_counter()
+    llm.llm_engine.step()
+    return time.perf_counter() - start
+
+
+def decode_steps(llm, batch: int, context: int) -> dict[str, np.ndarray]:
+    """Seconds `[ROUNDS]` of a decode step by its way."""
+    fill(llm, batch, context)
+    times = defaultdict(list)
+    for number in range(ROUNDS + 1):
+        for name in np.random.default_rng(number).permutation([FULL, *WAYS]):
+            with way(llm, name):
+                times[name].append(seconds(llm))
+    return {name: np.array(values[1:]) for name, values in times.items()}
+
+
+class CostModel:
+    """Seconds of a layer and of its norm and QKV projection by the number of tokens,
+    measured at full depth on the requests that decode."""
+
+    def __init__(self, llm, batch: int, sizes: set[int]):
+        engine = llm.llm_engine
+        self.layer, self.projection = {}, {}
+        running = batch
+        for size in sorted(sizes, reverse=True):
+            engine.abort_request([f"{n}" for n in range(size, running)])
+            running = size
+            self.layer[size], self.projection[size], total = self._measure(llm)
+            if size == batch:
+                self.rest = total - NUM_LAYERS * self.layer[size]
+
+    @staticmethod
+    def _measure(llm) -> tuple[float, float, float]:
+        """Medians of a layer, its projection, and the whole step."""
+        spans = defaultdict(list)
+        starts, hooks = {}, []
+
+        def watch(module, name):
+            def before(module, args):
+                starts[name] = time.perf_counter()
+
+            def after(module, args, output):
+                spans[name].append(time.perf_counter() - starts[name])
+
+            hooks.append(module.register_forward_pre_hook(before))
+            hooks.append(module.register_forward_hook(after))
+
+        for layer in runner(llm).model.model.layers:
+            watch(layer, "layer")
+            watch(layer.input_layernorm, "norm")
+            watch(layer.self_attn.qkv_proj, "qkv")
+        with way(llm, FULL):
+            totals = [seconds(llm) for _ in range(5)]
+        for hook in hooks:
+            hook.remove()
+        projection = np.median(spans["norm"]) + np.median(spans["qkv"])
+        return np.median(spans["layer"]), projection, np.median(totals)
+
+    def full(self, batch: int) -> float:
+        return self.rest + NUM_LAYERS * self.layer[batch]
+
+    def staircase(self, counts: list[int]) -> float:
+        """Seconds of a step; `counts` tokens leave at each cutoff."""
+        batch, total = sum(counts), self.rest
+        for layer in range(NUM_LAYERS):
+            active = sum(n for n, depth in zip(counts, CUTOFFS) if depth > layer)
+            total += self.projection[batch]
+            if active:
+                total += self.layer[active] - self.projection[active]
+        return total
+
+    def buckets(self, counts: list[int]) -> float:
+        return self.rest + sum(
+            depth * self.layer[n] + (NUM_LAYERS - depth) * self.projection[n]
+            for n, depth in zip(counts, CUTOFFS)
+            if n
+        )
+
+
+def leaving(batch: int) -> list[int]:
+    """How many of a batch leave at each cutoff."""
+    ends = np.round(np.cumsum([0, *SHARES]) * batch).astype(int)
+    return np.diff(ends).tolist()
+
+
+def ratio(first: np.ndarray, second: np.ndarray) -> str:
+    """Median of the ratios of neighbours, and half of their interquartile range."""
+    low, middle, high = np.percentile(first / second, [25, 50, 75])
+    return f"{middle:.2f} ±{(high - low) / 2:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("batch", "context"),
+    [(8, 32), (16, 32), (32, 32), (64, 32), (128, 32), (256, 32), (32, 1024)],
+)
+def test_decode_steps(llm, tables, batch, context):
+    counts = leaving(batch)
+    rows = tables.setdefault(
+        f"Decode steps, {DTYPE}: times as fast as full depth (model's prediction)",
+        [["batch", "context", "full depth, ms", *WAYS]],
+    )
+    times = decode_steps(llm, batch, context)
+    at_least = [sum(counts[n:]) for n in range(len(counts))]
+    model = CostModel(llm, batch, {batch, *counts, *at_least} - {0})
+    predicted = {
+        STAIRCASE: model.staircase(counts),
+        BUCKETS: model.buckets(counts),
+        TRUNCATED: model.staircase([batch * (c == UNIFORM) for c in CUTOFFS]),
+        SCORED: model.full(batch),
+        FALLBACK: model.full(batch),
+    }
+    llm.llm_engine.abort_request([f"{n}" for n in range(batch)])
+    llm.llm_engine.step()
+    rows.append(
+        [
+            f"{batch}",
+            f"{context}",
+            f"{np.median(times[FULL]) * 1e3:.1f}",
+            *(
+                f"{ratio(times[FULL], times[name])} "
+                f"({model.full(batch) / predicted[name]:.2f})"
+                for name in WAYS
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize(("batch", "context"), [(64, 32), (32, 256)])
+def test_whole_calls(llm, tables, batch, context, max_tokens=32, rounds=3):
+    """`LLM.generate`, prefill included."""
+    from vllm import TokensPrompt
+
+    rows = tables.setdefault(
+        f"Whole calls of {max_tokens} tokens, {DTYPE}: times as fast as full depth",
+        [["batch", "context", "full depth, s", *WAYS]],
+    )
+    requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(batch, context)]
+    times = defaultdict(list)
+
+    def call() -> float:
+        assert llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate(requests, params(max_tokens), use_tqdm=False)
+        return time.perf_counter() - start
+
+    for _ in range(rounds):
+        for name in (FULL, *WAYS):
+            with way(llm, name):
+                times[name].append(call())
+    times = {name: np.array(values) for name, values in times.items()}
+    rows.append(
+        [
+            f"{batch}",
+            f"{context}",
+            f"{np.median(times[FULL]):.1f}",
+            *(ratio(times[FULL], times[name]) for name in WAYS),
+        ]
+    )

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sample from between two models: `python examples/dual_vllm sample --help`.
+
+Without addresses, a vLLM server is started for each of the two models and ended
+afterwards; by default for the reference model and its first eight layers.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+if not __package__:  # run as a folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import pydantic
+from tqdm import tqdm
+
+from dual_vllm import bench, compare, report
+from dual_vllm.coordinator import (
+    CoordinatorConfig,
+    DualVLLMCoordinator,
+    GenerationOutput,
+)
+from dual_vllm.journal import Journal, JournalError
+from dual_vllm.launch import REFERENCE_MODEL, LaunchError, first_layers, servers
+from dual_vllm.server import ServerError
+
+WORK = Path(__file__).resolve().parents[2] / "build" / "dual_vllm"
+SERVE_ARGS = (
+    "--dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes 268435456"
+)
+"""For small models on a CPU, compared in float32. A small block, since what is in the
+last, incomplete one is computed again for each token."""
+PROMPTS = [
+    "import numpy as np\nimport torch\n\n\ndef test_",
+    "## Installation\n\nTo install ",
+    "class Scheduler:\n    def __init__(self",
+    "    # The number of tokens ",
+]
+SETTINGS = {  # of a CoordinatorConfig, as options
+    "seed": int,
+    "max_tokens": int,
+    "top_k": int,
+    "tail_mass": float,
+    "tail": str,
+    "max_candidates": int,
+    "batch_size": int,
+    "patience": float,
+    "timeout": float,
+    "tokenizer": str,
+}
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        with addresses(args) as (url_a, url_b):
+            args.run(args, settings(args, url_a=url_a, url_b=url_b))
+    except (ServerError, LaunchError, JournalError, ValueError, OSError) as error:
+        if isinstance(error, pydantic.ValidationError):
+            error = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
+            )
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def settings(args: argparse.Namespace, **addresses: str) -> CoordinatorConfig:
+    given = {name: getattr(args, name) for name in SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    return CoordinatorConfig(
+        **given, **addresses, model_a=args.served_a, model_b=args.served_b
+    )
+
+
+@contextmanager
+def addresses(args: argparse.Namespace) -> Iterator[list[str]]:
+    """Those given, or those of servers that run for as long as the context."""
+    settings(args, url_a="http://a", url_b="http://b")  # wrong ones are told first
+    if bool(args.url_a) != bool(args.url_b):
+        raise ValueError("give both --url-a and --url-b, or none of them")
+    if args.url_a:
+        yield [args.url_a, args.url_b]
+        return
+    with TemporaryDirectory() as folder:
+        if args.model_b is None:
+            args.model_b = str(first_layers(args.model_a, 8, Path(folder) / "8-layers"))
+        logs = WORK / f"logs-{os.getpid()}"
+        default = CoordinatorConfig.model_fields["max_candidates"].default
+        limit = f"--max-logprobs={args.max_candidates or default}"
+        print(f"Starting two servers, logs in {logs}", file=sys.stderr)
+        begin = time.monotonic()
+        models = [args.model_a, args.model_b]
+        with servers(models, logs, [*shlex.split(args.serve_args), limit]) as started:
+            seconds = time.monotonic() - begin
+            print(f"Both answer after {seconds:.0f} s", file=sys.stderr)
+            yield [server.url for server in started]
+
+
+def run_sample(args: argparse.Namespace, config: CoordinatorConfig) -> None:
+    prompts = [p for p in read_prompts(args) for _ in range(args.samples)]
+    if args.stream:
+        asyncio.run(stream(config, prompts[0]))
+        return
+    out = args.out or WORK / "samples.jsonl"
+    outputs = asyncio.run(sample(config, prompts, out, args.coordinators))
+    for output in outputs:
+        report.CONSOLE.print(
+            f"[bold]{output.sample}[/] {output.finish_reason}, "
+            f"{len(output.token_ids)} tokens: ",
+            end="",
+        )
+        report.CONSOLE.print(repr(output.text), markup=False)
+    report.diagnostics([d for output in outputs for d in output.diagnostics])
+    print(f"Token by token in {out}")
+
+
+async def sample(
+    config: CoordinatorConfig, prompts: list, out: Path, coordinators: int
+) -> list[GenerationOutput]:
+    """Draws all samples; `out` has what was drawn whenever this ends."""
+    async with AsyncExitStack() as stack:
+        journal = stack.enter_context(Journal(out))
+        duals = [
+            await stack.enter_async_context(DualVLLMCoordinator(config))
+            for _ in range(coordinators)
+        ]
+        samples = [duals[0].sample(*pair) for pair in enumerate(prompts)]
+        queue = journal.resume(config.model_dump(), samples)
+        before = sum(len(s.output.token_ids) for s in samples)
+        bar = stack.enter_context(
+            tqdm(
+                total=len(samples) * config.max_tokens,
+                initial=before,
+                unit="token",
+                # A sample that ended early counts as whole.
+                postfix={"samples": f"{len(samples) - len(queue)}/{len(samples)}"},
+            )
+        )
+
+        async def work(dual: DualVLLMCoordinator) -> None:
+            async for steps in dual.steps(queue):
+                journal.append(steps)
+                bar.update(len(steps))
+                done = sum(s.output.finish_reason is not None for s in samples)
+                bar.set_postfix(samples=f"{done}/{len(samples)}", refresh=False)
+
+        begin = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for dual in duals:
+                    group.create_task(work(dual))
+        except* (ServerError, OSError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            drawn = sum(len(s.output.token_ids) for s in samples)
+            seconds = time.perf_counter() - begin
+            bar.close()
+            retries = sum(s.retries for dual in duals for s in dual.servers)
+            print(
+                f"{drawn - before} tokens drawn in {seconds:.1f} s, "
+                f"{sum(dual.rounds for dual in duals)} rounds of requests, "
+                f"{retries} repeated"
+                + (f"; {before} tokens were in {out}" if before else ""),
+                file=sys.stderr,
+            )
+            if any(s.output.finish_reason is None for s in samples):
+                print("The same command goes on from there.", file=sys.stderr)
+        for s in samples:
+            duals[0].set_text(s.output)
+    return [s.output for s in samples]
+
+
+async def stream(config: CoordinatorConfig, prompt: str | list[int]) -> None:
+    async with DualVLLMCoordinator(config) as dual:
+        steps = []
+        async for text, step in dual.stream(prompt):
+            print(text, end="", flush=True)
+            steps.append(step.diagnostics)
+    print()
+    report.diagnostics(steps)
+
+
+def run_compare(args: argparse.Namespace, config: CoordinatorConfig) -> None:
+    if args.url_a and not args.model_b:
+        raise ValueError("--model-b: with addresses, name the folders of both models")
+    models = [args.model_a, args.model_b]
+    compare.show(
+        asyncio.run(compare.compare(config, models, read_prompts(args), args.sizes))
+    )
+
+
+def run_bench(args: argparse.Namespace, config: CoordinatorConfig) -> None:
+    text = (Path(__file__).parent / "coordinator.py").read_text()
+    bench.show(asyncio.run(bench.bench(config, text, args.counts, args.repeat)))
+
+
+def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
+    """Texts, or lists of token ids."""
+    if args.prompts is None:
+        return args.prompt or PROMPTS
+    prompts = []
+    for number, line in enumerate(args.prompts.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            prompts.append(row.get("prompt_token_ids") or row["prompt"])
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ValueError(
+                f"--prompts: line {number} of {args.prompts} is no JSON object with "
+                "prompt or prompt_token_ids"
+            ) from None
+    if not prompts:
+        raise ValueError(f"--prompts: {args.prompts} is empty")
+    return prompts
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python examples/dual_vllm", description=__doc__
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("sample", run_sample, "draw samples, and go on with them after a stop"),
+        ("compare", run_compare, "errors against Hugging Face over all tokens"),
+        ("bench", run_bench, "tokens a second beside one plain server"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        add_options(command)
+        if name != "bench":
+            group = command.add_argument_group("prompts")
+            group.add_argument("--prompt", action="append", help="a text; repeatable")
+            group.add_argument(
+                "--prompts",
+                type=Path,
+                help="JSON lines with prompt (text) or prompt_token_ids",
+            )
+        if name == "sample":
+            group.add_argument("--samples", type=int, default=1, help="of each prompt")
+            command.add_argument(
+                "--out", type=Path, help="where the tokens go, as they are drawn"
+            )
+            command.add_argument(
+                "--coordinators", type=int, default=1, help="side by side"
+            )
+            command.add_argument(
+                "--stream", action="store_true", help="show the first prompt's text"
+            )
+        elif name == "compare":
+            command.add_argument(
+                "--sizes", type=int, nargs="+", default=[20, 50, 100, 200], metavar="K"
+            )
+        else:
+            command.add_argument("--counts", type=int, nargs="+", default=[1, 8, 32])
+            command.add_argument("--repeat", type=int, default=3)
+    return parser.parse_args()
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("servers")
+    group.add_argument("--url-a", help="address of a running server")
+    group.add_argument("--url-b", help="address of the other one")
+    group.add_argument("--served-a", help="name of the model at --url-a")
+    group.add_argument("--served-b", help="name of the model at --url-b")
+    group.add_argument(
+        "--model-a", default=str(REFERENCE_MODEL), help="folder or hub name to serve"
+    )
+    group.add_argument(
+        "--model-b", help="the other one; by default the first 8 layers of model a"
+    )
+    group.add_argument(
+        "--serve-args",
+        default=SERVE_ARGS,
+        help=f"of `vllm serve` (default: {SERVE_ARGS})",
+    )
+    group = command.add_argument_group("sampling")
+    for name, kind in SETTINGS.items():
+        default = CoordinatorConfig.model_fields[name].default
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, help=f"(default: {default})"
+        )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended too
+    main()

@@ -1,0 +1,597 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labels a pool of examples without any true label, by Internal Coherence
+Maximization (search.py), with the model that a server serves.
+
+    vllm serve --config examples/icm/configs/reference.yaml
+    python examples/icm/icm.py --testbed vllm-types
+
+Stop it with Ctrl-C at any time; the same command goes on where it stopped.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from client import Client, ServerError
+from prompts import Prompt, Prompts, Usage, in_one_order
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from rich import box
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from search import (
+    Consistency,
+    Example,
+    Labels,
+    Parameters,
+    Search,
+    State,
+    Step,
+    agreement,
+)
+from testbeds import Testbed, TestbedError, load
+
+INTERRUPTED = 130  # exit status of a program that Ctrl-C stopped
+console = Console()
+
+
+class RunError(RuntimeError):
+    """The run cannot start in this folder; says what to do."""
+
+
+class Settings(BaseSettings):
+    """Label a pool of examples by Internal Coherence Maximization. Each option can
+    also be an environment variable: ICM_BASE_URL, ICM_API_KEY, ..."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="ICM_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_prog_name="icm.py",
+        cli_hide_none_type=True,
+        extra="forbid",
+    )
+
+    testbed: str = Field(
+        "vllm-types", description="truthfulQA, gsm8k, alpaca, vllm-types or a FILE"
+    )
+    dataset: str | None = Field(
+        None, description="where the testbed's data set is, if not on the hub"
+    )
+    pool_size: int = Field(256, ge=2, description="examples to label")
+    iterations: int = Field(1500, ge=0, description="of the search, in all")
+    base_url: str = Field("http://localhost:8000", description="of the server")
+    model: str | None = Field(None, description="served name; default: the only one")
+    api_key: SecretStr = Field(SecretStr("EMPTY"), description="for other servers")
+    requests_per_minute: float | None = Field(
+        None, gt=0, description="default: no limit for our own servers, 60 for others"
+    )
+    timeout: float = Field(600, gt=0, description="seconds for one request")
+    patience: float = Field(600, ge=0, description="seconds to wait for a server")
+    max_demonstrations: int | None = Field(
+        None, ge=1, description="default: as many as fit the model's context"
+    )
+    alpha: float = Field(50, ge=0, description="weight of mutual predictability")
+    initial_temperature: float = Field(10, gt=0)
+    final_temperature: float = Field(0.01, gt=0)
+    cooling: float = Field(0.99, ge=0, description="beta of the schedule")
+    seeds: int = Field(8, ge=1, description="examples labelled at random at first")
+    fix_rounds: int = Field(10, ge=0, description="of a consistency fix, at most")
+    seed: int = Field(0, description="of all random choices")
+    output: Path = Field(Path("icm-run"), description="folder of checkpoint and report")
+    restart: bool = Field(False, description="throw away the checkpoint there")
+    compare: int = Field(
+        0, ge=0, description="afterwards, time one call against N so many times"
+    )
+
+    def parameters(self) -> Parameters:
+        names = Parameters.__dataclass_fields__
+        return Parameters(**{n: getattr(self, n) for n in names if hasattr(self, n)})
+
+    def cli_cmd(self) -> None:
+        logging.basicConfig(
+            level="WARNING",
+            format="%(message)s",
+            handlers=[RichHandler(console=console, show_path=False)],
+        )
+        try:
+            run(self)
+        except (RunError, ServerError, TestbedError) as error:
+            console.print(
+                f"[red]{type(error).__name__}[/]:", str(error), highlight=False
+            )
+            if (self.output / Checkpoint.NAME).exists():
+                console.print(f"Nothing is lost: {self.output} has all iterations so "
+                              "far, and the same command goes on.")  # fmt: skip
+            sys.exit(1)
+        except KeyboardInterrupt:
+            console.print(
+                f"\nStopped. All is in {self.output}; the same command goes on."
+            )
+            sys.exit(INTERRUPTED)
+
+
+class Checkpoint:
+    """The file that a run goes on from: written whole, then put in place of the last
+    one at once.
+
+    Args:
+        identity: what must be the same for a run to go on.
+    """
+
+    NAME = "checkpoint.json"
+
+    def __init__(self, folder: Path, identity: dict):
+        self.path = folder / self.NAME
+        self.identity = identity
+
+    def save(self, **content: Any) -> None:
+        replace_file(self.path, json.dumps({"identity": self.identity} | content))
+
+    def load(self) -> dict | None:
+        if not self.path.exists():
+            return None
+        content = json.loads(self.path.read_text())
+        theirs = content["identity"]
+        differ = [n for n, value in self.identity.items() if theirs.get(n) != value]
+        if differ:
+            raise RunError(
+                f"{self.path} is of another run: it differs in {', '.join(differ)}. "
+                "Choose another --output, or throw it away with --restart."
+            )
+        return content
+
+
+def run(settings: Settings) -> dict:
+    """Searches, from the checkpoint if there is one, and reports."""
+    settings.output.mkdir(parents=True, exist_ok=True)
+    with claim(settings.output), connect(settings) as client:
+        testbed = load_once(settings, client)
+        examples = testbed.pool(settings.pool_size, settings.seed)
+        prompts = Prompts(
+            client,
+            examples,
+            testbed.labels,
+            testbed.header,
+            testbed.separator,
+            settings.max_demonstrations,
+        )
+        describe(testbed, examples, prompts, client)
+        search = Search(
+            examples,
+            Consistency(examples, testbed.rule),
+            len(testbed.labels),
+            prompts.evaluate,
+            settings.parameters(),
+        )
+        checkpoint = Checkpoint(
+            settings.output, identity(settings, client, examples, prompts)
+        )
+        if settings.restart:
+            checkpoint.path.unlink(missing_ok=True)
+        state, zero_shot, usage, seconds = anneal(
+            search, prompts, checkpoint, settings.iterations, settings.seed
+        )
+        report = summarize(
+            settings, testbed, examples, prompts, state, zero_shot, usage, seconds
+        )
+        if settings.compare:
+            report["compare"] = compare(prompts, state.labels, settings)
+        write(settings.output, testbed, examples, state, report)
+    show(report, settings.output)
+    return report
+
+
+def connect(settings: Settings) -> Client:
+    return Client(
+        settings.base_url,
+        settings.model,
+        api_key=settings.api_key.get_secret_value(),
+        timeout=settings.timeout,
+        patience=settings.patience,
+        requests_per_minute=settings.requests_per_minute,
+    )
+
+
+def claim(folder: Path) -> TextIO:
+    """Keeps other runs out of the folder for as long as the file is open."""
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise RunError(f"Another run uses --output {folder}.") from None
+    return file
+
+
+def load_once(settings: Settings, client: Client) -> Testbed:
+    """The testbed. What was sampled for one is kept: a second time it would differ."""
+    kept = settings.output / f"sampled-{Path(settings.testbed).name}.json"
+    if kept.exists() and not settings.restart:
+        return Testbed.model_validate_json(kept.read_text())
+    sampled = False
+
+    def sample(*args, **fields) -> list[list[str]]:
+        nonlocal sampled
+        sampled = True
+        return client.sample(*args, **fields)
+
+    testbed = load(
+        settings.testbed, settings.dataset, settings.pool_size, settings.seed, sample
+    )
+    if sampled:
+        replace_file(kept, testbed.model_dump_json())
+    return testbed
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Puts a file in place of another at once: whoever reads finds one of the two."""
+    temporary = path.with_suffix(".new")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def identity(
+    settings: Settings, client: Client, examples: list[Example], prompts: Prompts
+) -> dict:
+    content = json.dumps(examples).encode()
+    return {
+        "testbed": settings.testbed,
+        "pool": sha256(content).hexdigest(),
+        "model": client.model,
+        "demonstrations": prompts.slots,
+        "seed": settings.seed,
+        **asdict(settings.parameters()),
+    }
+
+
+def anneal(
+    search: Search,
+    prompts: Prompts,
+    checkpoint: Checkpoint,
+    iterations: int,
+    seed: int,
+) -> tuple[State, np.ndarray, Usage, float]:
+    """Runs the iterations that are left, and saves after each.
+
+    Returns:
+        The last state, the zero-shot scores, and what the iterations cost: calls and
+        tokens, and seconds.
+    """
+    content = checkpoint.load()
+    if content:
+        state = decode_state(content["state"])
+        zero_shot = np.array(content["zero_shot"])
+        usage, seconds = Usage(*content["usage"]), content["seconds"]
+        console.print(f"Going on after iteration {state.iteration}.")
+    else:
+        with console.status("Zero-shot labels and the first random ones"):
+            zero_shot = prompts.score(prompts.zero_shot())
+            state = search.start(seed)
+        usage, seconds = Usage(), 0.0
+
+    def save() -> None:
+        checkpoint.save(
+            state=encode_state(state),
+            zero_shot=zero_shot.tolist(),
+            usage=usage,
+            seconds=seconds,
+        )
+
+    save()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(
+            "Searching", total=iterations, completed=min(state.iteration, iterations)
+        )
+        while state.iteration < iterations:
+            begin = time.perf_counter()
+            prompts.usage = Usage()
+            prompts.remember(state.labels, state.scores)
+            state = search.step(state)
+            usage += prompts.usage
+            seconds += time.perf_counter() - begin
+            save()
+            step = state.history[-1]
+            objective = f"U = {step.objective:.3f}, {step.labelled} labelled"
+            progress.update(task, advance=1, description=objective)
+    return state, zero_shot, usage, seconds
+
+
+def encode_state(state: State) -> dict:
+    version, internal, gauss = state.random_state
+    return {
+        "labels": list(state.labels.items()),
+        "scores": state.scores.tolist(),
+        "iteration": state.iteration,
+        "random_state": [version, internal, gauss],
+        "history": state.history,
+    }
+
+
+def decode_state(content: dict) -> State:
+    version, internal, gauss = content["random_state"]
+    return State(
+        {example: label for example, label in content["labels"]},
+        np.array(content["scores"]),
+        content["iteration"],
+        (version, tuple(internal), gauss),
+        tuple(Step(*step) for step in content["history"]),
+    )
+
+
+# The report
+
+
+def describe(
+    testbed: Testbed, examples: list, prompts: Prompts, client: Client
+) -> None:
+    how = "by name" if client.scores_by_name else "from top log-probabilities"
+    console.print(
+        f"{testbed.description or 'Testbed'}\n"
+        f"{len(examples)} examples, labels {testbed.labels}, rule {testbed.rule}; "
+        f"{client.model} at {client.url}, labels scored {how}",
+        highlight=False,
+    )
+    if prompts.slots < len(examples):
+        console.print(
+            f"Only the first {prompts.slots} of the pool serve as demonstrations, by "
+            "the model's context or --max-demonstrations; all are labelled.",
+            highlight=False,
+        )
+
+
+def summarize(
+    settings: Settings,
+    testbed: Testbed,
+    examples: list[Example],
+    prompts: Prompts,
+    state: State,
+    zero_shot: np.ndarray,
+    usage: Usage,
+    seconds: float,
+) -> dict:
+    """All numbers of the report. Two more calls, where the truth is known, say what
+    demonstrations do for this model at all: with true labels and with random ones."""
+    truth = {i: e.truth for i, e in enumerate(examples) if e.truth is not None}
+    first = most_likely(zero_shot)
+    accuracy = {
+        "ICM": agreement(state.labels, examples),
+        "zero-shot, the same ones": agreement(
+            {i: first[i] for i in state.labels}, examples
+        ),
+        "zero-shot": agreement(first, examples),
+    }
+    if truth:
+        accuracy["one label for all"] = max(Counter(truth.values()).values()) / len(
+            truth
+        )
+        count = len(testbed.labels)
+        rng = random.Random(settings.seed)
+        drawn = {i: rng.randrange(count) for i in truth}
+        for name, labels in {
+            "demonstrations with true labels": truth,
+            "demonstrations with random labels": drawn,
+        }.items():
+            (scores,) = prompts.evaluate([labels])
+            accuracy[name] = agreement(most_likely(scores), examples)
+    last = state.history[-1] if state.history else None
+    return {
+        "testbed": settings.testbed,
+        "model": prompts.client.model,
+        "examples": len(examples),
+        "demonstrations": prompts.slots,
+        "labelled": len(state.labels),
+        "accuracy": accuracy,
+        "iterations": state.iteration,
+        "proposals": sum(step.proposed for step in state.history),
+        "accepted": sum(step.accepted for step in state.history),
+        "seconds": seconds,
+        "iterations_per_minute": 60 * state.iteration / seconds if seconds else None,
+        "usage": usage._asdict(),
+        "hit_rate": usage.hit_rate(),
+        "demonstration_hit_rate": usage.demonstration_hit_rate(),
+        "retries": prompts.client.retries,
+        "missing_labels": prompts.client.missing_labels,
+        "objective": last and last.objective,
+        "inconsistent": last and last.inconsistent,
+    }
+
+
+def most_likely(scores: np.ndarray) -> Labels:
+    return dict(enumerate(scores.argmax(1).tolist()))
+
+
+def compare(prompts: Prompts, labels: Labels, settings: Settings) -> dict:
+    """Times what an iteration asks: all prompts of a labelling with one demonstration
+    changed, each time another. By turns; [repeats] seconds each.
+
+    In one call; in a call a prompt, one after the other and many under way at once;
+    and as one does it without this program and fork: a call a prompt, demonstrations
+    in one order less the one, the top log-probabilities of a generated token.
+    """
+    client = prompts.client
+
+    def one_by_one(changed: Labels) -> None:
+        for prompt in prompts.of(changed):
+            client.score([prompt.whole], prompts.labels)
+
+    def at_once(changed: Labels) -> None:
+        def score(prompt: Prompt) -> None:
+            client.score([prompt.whole], prompts.labels)
+
+        list(pool.map(score, prompts.of(changed)))
+
+    def usual(changed: Labels) -> None:
+        for prompt in prompts.of(changed, leave_one_out=in_one_order):
+            client.top_logprobs(prompt.whole)
+
+    ways = {
+        "one call": lambda changed: prompts.score(prompts.of(changed)),
+        "N calls": one_by_one,
+        "N calls, 32 at once": at_once,
+        "N calls, one order, top log-probs": usual,
+    }
+    rng = random.Random(settings.seed)
+    members = [slot for slot in labels if slot < prompts.slots]
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    calls: dict[str, int] = {}
+    with ThreadPoolExecutor(32) as pool, console.status("Comparing"):
+        for score in ways.values():  # each finds its own prompts of `labels` cached
+            score(labels)
+        for _ in range(settings.compare):
+            for name, score in ways.items():
+                slot = rng.choice(members)
+                changed = {**labels, slot: (labels[slot] + 1) % len(prompts.labels)}
+                before = client.calls
+                begin = time.perf_counter()
+                score(changed)
+                seconds[name].append(time.perf_counter() - begin)
+                calls[name] = client.calls - before
+    return {"prompts": len(prompts.texts), "seconds": seconds, "calls": calls}
+
+
+def write(
+    folder: Path,
+    testbed: Testbed,
+    examples: list[Example],
+    state: State,
+    report: dict,
+) -> None:
+    """Leaves report.json, labels.jsonl and objective.png."""
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    with (folder / "labels.jsonl").open("w") as file:
+        for i, (example, scores) in enumerate(zip(examples, state.scores, strict=True)):
+            name = testbed.labels[state.labels[i]] if i in state.labels else None
+            row = {"text": example.text, "label": name, "logprobs": scores.tolist()}
+            file.write(json.dumps(row) + "\n")
+    if state.history:
+        plot(state.history, report["accuracy"]["zero-shot"], folder / "objective.png")
+
+
+def plot(history: tuple[Step, ...], zero_shot: float | None, file: Path) -> None:
+    """The objective, and below it the agreement with the truth, over iterations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    iterations = [step.iteration for step in history]
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(7, 5))
+    above.plot(iterations, [step.objective for step in history])
+    above.set_ylabel("objective U")
+    count = below.twinx()
+    count.plot(iterations, [step.labelled for step in history], color="lightgray")
+    count.set_ylabel("labelled examples", color="gray")
+    if zero_shot is not None:
+        below.plot(iterations, [step.agreement for step in history], label="ICM")
+        below.axhline(zero_shot, linestyle="--", color="black", label="zero-shot")
+        below.legend()
+        below.set_ylabel("accuracy of the labelled")
+    below.set_xlabel("iteration")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def show(report: dict, folder: Path) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("labels by")
+    table.add_column("accuracy", justify="right")
+    for name, accuracy in report["accuracy"].items():
+        table.add_row(name, "unknown" if accuracy is None else f"{accuracy:.3f}")
+    console.print(table)
+    usage = report["usage"]
+    lines = [
+        (
+            f"{report['labelled']} of {report['examples']} labelled in "
+            f"{report['iterations']} iterations; {report['proposals']} changed a label, "
+            f"{report['accepted']} of these accepted"
+        ),
+        f"{usage['calls']} calls, {usage['prompts']} prompts; {report['retries']} retries",
+    ]
+    if report["iterations_per_minute"]:
+        lines.append(
+            f"{report['iterations_per_minute']:.0f} iterations a minute, "
+            f"{60 * usage['calls'] / report['seconds']:.0f} calls a minute"
+        )
+    if report["hit_rate"] is not None:
+        lines.append(
+            f"{report['hit_rate']:.2%} of all prompt tokens from the prefix cache, at "
+            f"least {report['demonstration_hit_rate']:.2%} of the demonstrations'"
+        )
+    if report["missing_labels"]:
+        lines.append(f"{report['missing_labels']} labels were not among the top tokens")
+    if report["objective"] is not None:
+        lines.append(
+            f"U = {report['objective']:.3f}, {report['inconsistent']} contradictions"
+        )
+    console.print("\n".join(lines), highlight=False)
+    if "compare" in report:
+        console.print(comparison(report["compare"]))
+    console.print(f"labels.jsonl, report.json and objective.png are in {folder}")
+
+
+def comparison(result: dict) -> Table:
+    table = Table(
+        title=f"{result['prompts']} prompts, one demonstration changed",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("")
+    for column in ("calls", "seconds", "ratio"):
+        table.add_column(column, justify="right")
+    first = statistics.median(result["seconds"]["one call"])
+    for name, seconds in result["seconds"].items():
+        half = (max(seconds) - min(seconds)) / 2
+        table.add_row(
+            name,
+            str(result["calls"][name]),
+            f"{statistics.median(seconds):.2f} ±{half:.2f}",
+            f"{statistics.median(seconds) / first:.2f}×",
+        )
+    return table
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        CliApp.run(Settings, cli_args=sys.argv[1:] if argv is None else argv)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = ".".join(map(str, problem["loc"])).replace("_", "-")
+            print(f"icm.py: error: --{name}: {problem['msg']}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that a server has what icm.py needs, and says what to do where it has not.
+
+python examples/icm/verify_server.py --base-url http://localhost:8000
+"""
+
+import argparse
+import math
+import sys
+import time
+import uuid
+from collections.abc import Callable
+
+from client import TOP_LOGPROBS, Client, ServerError
+
+TOLERANCE = 1e-3
+"""Nats by which a named score may differ from the same token's sampling log-prob: the
+two are computed in different batches, with 16-bit weights in the worst case."""
+SIXTEEN_BIT_TOLERANCE = 0.1
+REPEATED = 40
+"""Lines of text in the prompt of the cache check: many blocks of any size."""
+
+
+class Failure(Exception):
+    """A check that failed, and what to do."""
+
+
+def completion(client: Client) -> str:
+    ((text,),) = client.sample(["import numpy as"], max_tokens=8, temperature=0)
+    if not text:
+        raise Failure("it generated nothing; is the model a generative one?")
+    return repr(text)
+
+
+def logprobs(client: Client) -> dict[str, float]:
+    try:
+        return client.top_logprobs("import numpy as")
+    except ServerError as error:
+        raise Failure(
+            f"none ({error}); vLLM: --max-logprobs must be {TOP_LOGPROBS} or more"
+        ) from error
+
+
+def named_scores(client: Client, top: dict) -> str:
+    if not client.scores_by_name:
+        raise Failure(
+            "the server does not know target_token_ids. icm.py works with the top "
+            "log-probabilities, less exactly and without a common call; serve the "
+            "model with this fork: vllm serve --config examples/icm/configs/..."
+        )
+    (prompt,) = client.encode(["import numpy as"], begin=True)
+    tokens = {
+        text: ids for text, ids in zip(top, client.encode(list(top)), strict=True)
+    }
+    single = {text: ids for text, ids in tokens.items() if len(ids) == 1}
+    if not single:
+        raise Failure("none of the top tokens is one token by itself; cannot compare")
+    (scores,) = client.score([prompt], list(single.values()))
+    worst = max(abs(scores[n] - top[text]) for n, text in enumerate(single))
+    if worst > SIXTEEN_BIT_TOLERANCE:
+        raise Failure(
+            f"named scores are {worst:.2g} nats off the log-probabilities of sampling. "
+            "Is --logprobs-mode the default, raw_logprobs?"
+        )
+    note = "" if worst <= TOLERANCE else ", as 16-bit weights can"
+    return f"{len(single)} tokens, at most {worst:.1e} nats off those of sampling{note}"
+
+
+def one_call(client: Client) -> str:
+    (label,) = client.encode_labels(["\n"])
+    prompts = client.encode([f"x = {n}" for n in range(64)], begin=True)
+    begin = time.perf_counter()
+    scores = client.score(prompts, [label])
+    seconds = time.perf_counter() - begin
+    if not all(map(math.isfinite, scores[:, 0])):
+        raise Failure("some scores are not finite")
+    return f"64 prompts in {seconds:.2f} s"
+
+
+def prefix_cache(client: Client) -> str:
+    fix = "start vLLM with --enable-prefix-caching (and without --disable-log-stats)"
+    start = client.cache_counters()
+    if start is None:
+        raise Failure(f"/metrics has no prefix-cache counters; {fix}")
+    text = f"# {uuid.uuid4()}\n" + "import numpy as np\n" * REPEATED
+    (prompt,) = client.encode([text], begin=True)
+    if client.max_model_len:
+        prompt = prompt[: client.max_model_len - 16]
+    (label,) = client.encode_labels(["\n"])
+    for _ in range(2):
+        before = client.cache_counters()
+        client.score([prompt], [label])
+        after = client.cache_counters()
+    if before is None or after is None:
+        raise Failure("/metrics stopped answering")
+    hits = after.hits - before.hits
+    expected = (len(prompt) - 1) // after.block_size * after.block_size
+    if hits < expected:
+        raise Failure(
+            f"the second time, {hits} of {len(prompt)} tokens came from the cache, "
+            f"and {expected} should have; {fix}"
+        )
+    others = ", other clients' included" if hits > expected else ""
+    return (
+        f"{hits} of {len(prompt)} tokens the second time{others}; "
+        f"blocks of {after.block_size}"
+    )
+
+
+def cached_tokens(client: Client) -> str:
+    body = {"model": client.model, "prompt": "import numpy as", "max_tokens": 1}
+    usage = client.request("POST", "/v1/completions", body, lambda a: a["usage"])
+    if not usage.get("prompt_tokens_details"):
+        raise Failure(
+            "usage has no prompt_tokens_details: start vLLM with "
+            "--enable-prompt-tokens-details to see hits per request (icm.py itself "
+            "reads /metrics)"
+        )
+    return "in every answer's usage"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--base-url", default="http://localhost:8000")
+    parser.add_argument("--model", help="served name; default: the only one")
+    parser.add_argument("--api-key", default="EMPTY")
+    parser.add_argument("--patience", type=float, default=10,
+                        help="seconds to wait for the server")  # fmt: skip
+    args = parser.parse_args()
+    try:
+        client = Client(
+            args.base_url, args.model, api_key=args.api_key, patience=args.patience
+        )
+    except ServerError as error:
+        sys.exit(
+            f"✗ server: {error}\n"
+            "  Start one: vllm serve --config examples/icm/configs/reference.yaml"
+        )
+    print(f"✓ server: {client.url} serves {client.model}")
+    if client.max_model_len:
+        print(f"✓ context: {client.max_model_len} tokens")
+    failed = 0
+    top: dict = {}
+
+    def check(name: str, find: Callable[[], str], needed: bool = True) -> None:
+        nonlocal failed
+        try:
+            print(f"✓ {name}: {find()}")
+        except (Failure, ServerError) as problem:
+            failed += needed
+            print(f"{'✗' if needed else '–'} {name}: {problem}")
+
+    def keep_logprobs() -> str:
+        top.update(logprobs(client))
+        best = max(top, key=top.__getitem__)
+        return f"the top {len(top)} tokens, first {best!r} with {top[best]:.2f}"
+
+    with client:
+        check("completion", lambda: completion(client))
+        check("log-probabilities", keep_logprobs)
+        check("named-token scores", lambda: named_scores(client, top))
+        if client.scores_by_name:
+            check("one call", lambda: one_call(client))
+            check("prefix cache", lambda: prefix_cache(client))
+            check("cached tokens", lambda: cached_tokens(client), needed=False)
+    if failed:
+        sys.exit(f"{failed} check(s) failed.")
+    print("All that icm.py needs is there.")
+
+
+if __name__ == "__main__":
+    main()

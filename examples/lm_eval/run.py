@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-eval's command line with the model `utio` and the tasks of this folder.
+
+python examples/lm_eval/run.py run --model utio --tasks held_out_next_line \\
+    --batch_size auto \\
+    --model_args pretrained=examples/reference_model/model,enforce_eager=True
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from lm_eval.__main__ import cli_evaluate
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    import utio_model  # noqa: F401  # registers the model
+
+    # Before the caller's own, which is taken if there is one.
+    if len(sys.argv) > 1 and sys.argv[1] == "run":
+        sys.argv[2:2] = ["--include_path", str(HERE / "tasks")]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    # The engine in this process: the arrays need not cross to another one.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    main()

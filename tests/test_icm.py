@@ -1,0 +1,760 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`examples/icm` without a model: the search against brute force, the client and the
+checkpoint against a server that fails on purpose, the testbeds, the configurations."""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples" / "icm"
+sys.path.insert(0, str(FOLDER))
+
+import icm
+import testbeds
+from client import Client, ServerError
+from prompts import RECENT, leave_one_out
+from search import Consistency, Example, Parameters, Search, agreement
+
+SLOW = 1.0  # seconds; a slow answer takes twice as long as the client waits
+
+
+class FailingServer:
+    """Answers as a server of this fork does, except for faults that are ordered.
+
+    Its "model" likes the label that its hash of the prompt says; a token is a
+    character.
+    """
+
+    def __init__(self):
+        self.faults: list[str] = []
+        self.bodies: list[dict] = []  # of the scoring requests answered
+        self.by_name = True
+        self.lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    @staticmethod
+    def logprob(prompt: list[int] | str, label: int | str) -> float:
+        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+        name = label if isinstance(label, str) else chr(label)
+        digest = hashlib.sha256(f"{text[-40:]}|{name}".encode()).digest()
+        return -1 - digest[0] / 64
+
+    def complete(self, body: dict) -> dict:
+        choices = []
+        prompts = body["prompt"]
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            prompts = [prompts]
+        for index, prompt in enumerate(prompts):
+            choice: dict = {"index": index, "text": "#### 7"}
+            if "target_token_ids" in body and self.by_name:
+                (ids,) = body["target_token_ids"][index]
+                row = [self.logprob(prompt[:-1], i) for i in ids]
+                choice["target_logprobs"] = {"logprobs": [row]}
+            elif "logprobs" in body:
+                top = {name: self.logprob(prompt, name) for name in "abcd"}
+                choice["logprobs"] = {"top_logprobs": [top]}
+            choices.append(choice)
+        return {"choices": choices[::-1]}  # in no order, as a client must expect
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: FailingServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def reply(self, status: int, text: str, kind="application/json", cut=0) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) - cut])
+        if cut:
+            self.close_connection = True
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self.reply(200, json.dumps({"data": [{"id": "m", "max_model_len": 4000}]}))
+        else:
+            self.reply(404, "{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.reply(200, json.dumps({"tokens": [ord(c) for c in body["prompt"]]}))
+            return
+        with self.owner.lock:
+            fault = self.owner.faults.pop(0) if self.owner.faults else None
+        answer = json.dumps(self.owner.complete(body))
+        if fault == "500":
+            self.reply(500, '{"error": {"message": "out of luck"}}')
+        elif fault == "429":
+            self.reply(429, "{}")
+        elif fault == "400":
+            self.reply(400, '{"error": {"message": "prompt: too long"}}')
+        elif fault == "half an answer":
+            self.reply(200, answer, cut=len(answer) // 2)
+        elif fault == "half of the choices":
+            half = json.loads(answer)
+            half["choices"] = half["choices"][: len(half["choices"]) // 2]
+            self.reply(200, json.dumps(half))
+        elif fault == "cut JSON":
+            self.reply(200, answer[: len(answer) // 2])
+        elif fault == "wrong content type":
+            self.reply(200, "<html>hello</html>", "text/html")
+        elif fault == "gone":
+            self.close_connection = True
+        else:
+            if fault == "slow":
+                time.sleep(2 * SLOW)
+            self.owner.bodies.append(body)
+            try:
+                self.reply(200, answer)
+            except OSError:
+                assert fault == "slow"  # the client did not wait
+
+
+@pytest.fixture
+def server():
+    server = FailingServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def testbed(tmp_path) -> Path:
+    examples = [
+        {"text": f"example {n}:", "truth": n % 2, "group": str(n // 2), "key": str(n)}
+        for n in range(16)
+    ]
+    file = tmp_path / "pool.json"
+    content = {"labels": ["a", "b"], "rule": "claims", "examples": examples}
+    file.write_text(json.dumps(content))
+    return file
+
+
+def settings(server, testbed, output, **options) -> icm.Settings:
+    defaults = dict(iterations=16, seeds=4, timeout=60, patience=60)
+    return icm.Settings(
+        base_url=server.url,
+        testbed=str(testbed),
+        output=output,
+        **(defaults | options),
+    )
+
+
+def saved(output: Path) -> dict:
+    return json.loads((output / "checkpoint.json").read_text())
+
+
+# The search
+
+
+def coupled(couplings: np.ndarray, field: np.ndarray):
+    """A model of two labels whose log-odds are linear in the other labels."""
+
+    def evaluate(labellings):
+        tables = []
+        for labels in labellings:
+            signs = np.zeros(len(field))
+            for i, label in labels.items():
+                signs[i] = 2 * label - 1
+            odds = field + couplings @ signs  # the diagonal is 0: leave-one-out
+            tables.append(
+                np.stack([-np.logaddexp(0, odds), -np.logaddexp(0, -odds)], 1)
+            )
+        return tables
+
+    return evaluate
+
+
+def brute_force(couplings, field, pairs, alpha) -> float:
+    """The largest objective over all labellings, from its definition."""
+    best = -math.inf
+    for signs in itertools.product((-1, 1), repeat=len(field)):
+        total = 0.0
+        for i, sign in enumerate(signs):
+            odds = field[i] + sum(couplings[i][j] * signs[j] for j in range(len(signs)))
+            total -= math.log1p(math.exp(-sign * odds))
+        wrong = sum(signs[i] == signs[j] for i, j in pairs)
+        best = max(best, alpha * total / len(field) - wrong)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_finds_what_brute_force_finds(seed):
+    rng = np.random.default_rng(seed)
+    count = 8
+    # A hidden labelling that the examples support each other in, through noise. (The
+    # search proposes what the model says, so it finds coherent labellings only.)
+    hidden = np.array([1, -1, -1, 1, *rng.choice([-1, 1], count - 4)])
+    couplings = np.outer(hidden, hidden) * rng.uniform(0.1, 0.6, (count, count))
+    couplings = (couplings + couplings.T) / 2
+    np.fill_diagonal(couplings, 0)
+    field = rng.normal(size=count) * 0.3
+    pairs = [(0, 1), (2, 3)]
+    examples = [
+        Example(str(n), group=str(n // 2) if n < 4 else "") for n in range(count)
+    ]
+    parameters = Parameters(alpha=8, seeds=4)
+    best = -math.inf
+    for start in range(6):  # a random search: several starts
+        search = Search(
+            examples,
+            Consistency(examples, "opposite"),
+            2,
+            coupled(couplings, field),
+            parameters,
+        )
+        state = search.start(start)
+        for _ in range(150):
+            state = search.step(state)
+            step = state.history[-1]
+            if step.labelled == count:
+                best = max(best, step.objective)
+    assert best == pytest.approx(brute_force(couplings, field, pairs, 8))
+
+
+def test_objective():
+    examples = [Example(str(n), group="g") for n in range(3)]
+    search = Search(
+        examples, Consistency(examples, "same"), 2, None, Parameters(alpha=3)
+    )
+    scores = np.log([[0.5, 0.5], [0.2, 0.8], [0.9, 0.1]])
+    mean = (math.log(0.5) + math.log(0.8)) / 2
+    assert search.objective({0: 0, 1: 1}, scores) == pytest.approx(3 * mean - 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "forbidden"),
+    [
+        ("same", "xy", {(0, 1), (1, 0)}),
+        ("opposite", "xy", {(0, 0), (1, 1)}),
+        ("claims", "xy", {(1, 1)}),
+        ("claims", "xx", {(0, 1), (1, 0)}),
+        ("none", "xx", set()),
+    ],
+)
+def test_consistency(rule, keys, forbidden):
+    examples = [Example("", group="g", key=key) for key in keys]
+    consistency = Consistency(examples, rule)
+    found = {
+        pair
+        for pair in itertools.product((0, 1), repeat=2)
+        if consistency.pairs(dict(enumerate(pair)))
+    }
+    assert found == forbidden
+    assert not consistency.pairs({0: 1})
+
+
+def test_temperature():
+    parameters = Parameters()
+    assert parameters.temperature(1) == 10
+    assert parameters.temperature(100) == pytest.approx(10 / (1 + 0.99 * math.log(100)))
+    assert Parameters(final_temperature=2).temperature(10**6) == 2
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 0.5, 1e9])
+def test_a_worse_labelling_is_taken_as_often_as_the_temperature_says(temperature):
+    """Example 0 is proposed as 1, which makes example 1 less likely: U falls."""
+    examples = [Example("a"), Example("b")]
+    before = np.log([[0.4, 0.6], [0.9, 0.1]])
+    after = np.log([[0.4, 0.6], [0.5, 0.5]])
+
+    def evaluate(labellings):
+        return [after if labels[0] else before for labels in labellings]
+
+    parameters = Parameters(
+        alpha=2, initial_temperature=temperature, final_temperature=1e-9
+    )
+    consistency = Consistency(examples, "none")
+    search = Search(examples, consistency, 2, evaluate, parameters)
+    begin = {0: 0, 1: 0}
+    gain = search.objective({0: 1, 1: 0}, after) - search.objective(begin, before)
+    assert gain < 0
+    steps = []
+    for seed in range(600):
+        state = search.start(seed)
+        state = icm.State(begin, before, 0, state.random_state)
+        steps.append(search.step(state).history[-1])
+    proposed = [step for step in steps if step.proposed]
+    assert {step.example for step in proposed} == {0}
+    share = sum(step.accepted for step in proposed) / len(proposed)
+    expected = math.exp(gain / temperature)
+    deviation = math.sqrt(expected * (1 - expected) / len(proposed))
+    assert abs(share - expected) <= 4 * deviation
+
+
+def test_a_fix_takes_the_likeliest_consistent_labels():
+    examples = [Example("a", group="g"), Example("b", group="g"), Example("c")]
+    table = np.log([[0.6, 0.4], [0.1, 0.9], [0.5, 0.5]])
+    calls = []
+
+    def evaluate(labellings):
+        calls.append(labellings)
+        return [table] * len(labellings)
+
+    consistency = Consistency(examples, "same")
+    search = Search(examples, consistency, 2, evaluate, Parameters(alpha=1))
+    labels, _ = search.fix({0: 0, 1: 1, 2: 0}, random.Random(0))
+    assert labels == {0: 1, 1: 1, 2: 0}
+    assert len(calls) == 1  # the choices go with the labelling itself
+
+
+def test_unlabelled_ones_of_a_group_with_labels_are_drawn_first():
+    examples = [Example("", group=str(n // 2)) for n in range(100)]
+    search = Search(examples, Consistency(examples, "same"), 2, None, Parameters())
+    rng = random.Random(0)
+    drawn = Counter(search.draw({0: 0}, rng) for _ in range(1000))
+    # Weight 100 of 199; four standard deviations of the count are 63.
+    assert abs(drawn[1] - 1000 * 100 / 199) < 63
+
+
+# The order of demonstrations
+
+
+@pytest.mark.parametrize("count", [*range(20), 64, 100])
+def test_each_prompt_leaves_out_one_and_holds_all_others(count):
+    order = random.Random(count).sample(range(1000), count)
+    prompts = dict(leave_one_out(order))
+    assert set(prompts) == set(order)
+    for left_out, others in prompts.items():
+        assert sorted([*others, left_out]) == sorted(order)
+
+
+def places(prompts) -> set[tuple]:
+    """What a perfect prefix cache would have to compute: the different prefixes."""
+    return {others[:n] for others in prompts for n in range(1, len(others) + 1)}
+
+
+@pytest.mark.parametrize("count", [64, 128, 256])
+def test_prompts_share_all_but_a_logarithm(count):
+    order = tuple(range(count))
+    new = places(others for _, others in leave_one_out(order))
+    assert len(new) == count * math.log2(count)
+    in_one_order = [order[:n] + order[n + 1 :] for n in order]
+    assert len(places(in_one_order)) > count * (count - 1) / 2
+
+
+def test_a_further_demonstration_costs_one_a_prompt():
+    count = 128 + RECENT - 2
+    old = places(others for _, others in leave_one_out(range(count)))
+    new = places(others for _, others in leave_one_out(range(count + 1)))
+    assert len(new - old) <= count + 1 + RECENT
+
+
+# The client
+
+
+FAULTS = [
+    "500",
+    "429",
+    "gone",
+    "slow",
+    "half an answer",
+    "half of the choices",
+    "cut JSON",
+    "wrong content type",
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_changes_nothing(server, testbed, tmp_path, fault, monkeypatch):
+    monkeypatch.setattr("client.FIRST_WAIT", 0.01)
+    whole = icm.run(settings(server, testbed, tmp_path / "a", iterations=6))
+    server.faults = [None, None, fault, None, fault]  # after the client's own probe
+    timeout = SLOW if fault == "slow" else 60
+    options = dict(iterations=6, timeout=timeout)
+    report = icm.run(settings(server, testbed, tmp_path / "b", **options))
+    assert not server.faults
+    assert report["retries"] == 2 or (fault == "slow" and report["retries"] > 2)
+    assert saved(tmp_path / "a")["state"] == saved(tmp_path / "b")["state"]
+    assert report["accuracy"] == whole["accuracy"]
+
+
+def test_a_refusal_is_shown_and_not_repeated(server, testbed, tmp_path, capsys):
+    server.faults = [None, "400"]
+    with pytest.raises(SystemExit) as error:
+        settings(server, testbed, tmp_path / "out").cli_cmd()
+    assert error.value.code == 1
+    assert "prompt: too long" in " ".join(capsys.readouterr().out.split())
+    assert not server.faults and len(server.bodies) == 1
+
+
+def test_a_server_that_is_none(server):
+    client = Client(server.url, sleep=lambda _: None)
+    server.faults = ["wrong content type"] * 10
+    with pytest.raises(ServerError, match="text/html.*base_url"):
+        client.score([[65]], [[66], [67]])
+    assert len(server.faults) == 5
+
+
+def test_no_server(tmp_path, testbed, capsys):
+    nobody = SimpleNamespace(url="http://127.0.0.1:9")
+    with pytest.raises(SystemExit) as error:
+        settings(nobody, testbed, tmp_path, patience=0).cli_cmd()
+    assert error.value.code == 1
+    assert "Is `vllm serve` running?" in " ".join(capsys.readouterr().out.split())
+
+
+def test_wrong_model(server):
+    with pytest.raises(ServerError, match=r"'other', but \['m'\]"):
+        Client(server.url, "other")
+
+
+def test_labels_must_be_one_token(server):
+    client = Client(server.url)
+    with pytest.raises(ServerError, match="' True' is 5 tokens"):
+        client.encode_labels([" True", "b"])
+    with pytest.raises(ServerError, match="not different"):
+        client.encode_labels(["b", "b"])
+
+
+def test_two_clients_at_once(server):
+    prompts = [[ord(c) for c in f"prompt {n}"] for n in range(30)]
+    expected = [[server.logprob(p, i) for i in (97, 98)] for p in prompts]
+    wrong = []
+
+    def work() -> None:
+        with Client(server.url) as client:
+            for _ in range(20):
+                scores = client.score(prompts, [[97], [98]])
+                wrong.extend(scores[scores != expected])
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(server.bodies) == 2 + 40
+
+
+def test_another_server_is_asked_for_top_logprobs(server, testbed, tmp_path, caplog):
+    server.by_name = False
+    report = icm.run(settings(server, testbed, tmp_path / "out", iterations=5))
+    assert "cannot score tokens by name" in caplog.text
+    assert all(isinstance(p, str) for p in server.bodies[-1]["prompt"])
+    assert report["missing_labels"] == 0 and report["hit_rate"] is None
+
+    client = Client(server.url)
+    scores = client.score(["x"], ["a", "unlisted"])
+    assert scores[0, 0] == server.logprob("x", "a")
+    assert scores[0, 1] == min(server.logprob("x", name) for name in "abcd")
+    assert client.missing_labels == 1
+
+
+def test_polite_to_others_only(server, monkeypatch):
+    """No limit for a server that scores by name or is near; 60 a minute for others."""
+    assert Client(server.url).interval == 0
+    server.by_name = False
+    assert Client(server.url).interval == 0
+    monkeypatch.setattr(Client, "_is_near", lambda self: False)
+    slept = []
+    client = Client(server.url, sleep=slept.append)
+    assert client.interval == 1
+    for _ in range(3):
+        client.score(["x"], ["a", "b"])
+    assert [round(seconds) for seconds in slept] == [0, 1, 1]
+    assert Client(server.url, requests_per_minute=120).interval == 0.5
+
+
+@pytest.mark.parametrize(
+    ("url", "near"),
+    [
+        ("http://localhost:8000", True),
+        ("http://10.1.2.3:8000", True),
+        ("http://gpu-box:8000", True),
+        ("https://api.example.com/v1", False),
+        ("http://8.8.8.8", False),
+    ],
+)
+def test_which_servers_are_near(url, near):
+    client = Client.__new__(Client)
+    client.url = url
+    assert client._is_near() == near
+
+
+# The program
+
+
+def test_one_call_an_iteration(server, testbed, tmp_path):
+    """Of all prompts; none where nothing would change."""
+    out = tmp_path / "out"
+    icm.run(settings(server, testbed, out, fix_rounds=1))
+    steps = saved(out)["state"]["history"]
+    proposals = sum(step[2] for step in steps)
+    probe, zero_shot, start, *bodies = server.bodies
+    *bodies, true_labels, random_labels = bodies
+    assert 0 < len(bodies) == proposals <= len(steps)
+    assert saved(out)["usage"][0] == proposals
+    for body in (zero_shot, true_labels, random_labels):
+        assert len(body["prompt"]) == 16
+    # A labelling that contradicts itself comes with its alternatives.
+    assert {len(body["prompt"]) for body in bodies} <= {16, 32, 48, 64}
+
+
+@pytest.mark.parametrize("stop", [1, 2, 7])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
+    server, testbed, tmp_path, stop, monkeypatch
+):
+    """Ctrl-C in the middle of any call: the same random stream, nothing twice."""
+    icm.run(settings(server, testbed, tmp_path / "whole"))
+    whole = saved(tmp_path / "whole")
+
+    interrupted = settings(server, testbed, tmp_path / "parts")
+    score = Client.score
+    calls = itertools.count(1)
+
+    def interrupt(self, *args):
+        if next(calls) == stop:
+            raise KeyboardInterrupt
+        return score(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "score", interrupt)
+        with pytest.raises(SystemExit) as error:
+            interrupted.cli_cmd()
+    assert error.value.code == icm.INTERRUPTED
+    icm.run(interrupted)
+    parts = saved(tmp_path / "parts")
+    assert parts["state"] == whole["state"]
+    assert parts["usage"] == whole["usage"]
+
+
+def test_a_run_in_parts_is_the_same_run(server, testbed, tmp_path):
+    icm.run(settings(server, testbed, tmp_path / "whole"))
+    for iterations in (0, 7, 7, 16):
+        options = dict(iterations=iterations)
+        icm.run(settings(server, testbed, tmp_path / "parts", **options))
+    assert saved(tmp_path / "parts")["state"] == saved(tmp_path / "whole")["state"]
+
+
+def test_a_save_that_is_interrupted_leaves_the_last_one(tmp_path, monkeypatch):
+    checkpoint = icm.Checkpoint(tmp_path, {"seed": 1})
+    checkpoint.save(state=1)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(state=2)
+    assert checkpoint.load()["state"] == 1
+
+
+def test_two_runs_in_one_folder(server, testbed, tmp_path):
+    with icm.claim(tmp_path), pytest.raises(icm.RunError, match="Another run"):
+        icm.run(settings(server, testbed, tmp_path))
+    assert icm.run(settings(server, testbed, tmp_path))["iterations"] == 16
+
+
+def test_another_runs_checkpoint_is_refused(server, testbed, tmp_path):
+    icm.run(settings(server, testbed, tmp_path, iterations=1))
+    with pytest.raises(icm.RunError, match="differs in alpha, seeds"):
+        icm.run(settings(server, testbed, tmp_path, alpha=3, seeds=2))
+    report = icm.run(settings(server, testbed, tmp_path, alpha=3, restart=True))
+    assert report["iterations"] == 16
+
+
+def test_report(server, testbed, tmp_path):
+    report = icm.run(settings(server, testbed, tmp_path, compare=1))
+    rows = [json.loads(row) for row in (tmp_path / "labels.jsonl").open()]
+    truth = {f"example {n}:": "ab"[n % 2] for n in range(16)}
+    labelled = [row for row in rows if row["label"]]
+    right = sum(row["label"] == truth[row["text"]] for row in labelled)
+    assert len(rows) == 16 and len(labelled) == report["labelled"]
+    assert report["accuracy"]["ICM"] == right / len(labelled)
+    zero_shot = [
+        max("ab", key=lambda name: server.logprob(text, name)) == label
+        for text, label in truth.items()
+    ]
+    assert report["accuracy"]["zero-shot"] == np.mean(zero_shot)
+    assert report["compare"]["calls"] == {
+        "one call": 1,
+        "N calls": 16,
+        "N calls, 32 at once": 16,
+        "N calls, one order, top log-probs": 16,
+    }
+    assert (tmp_path / "objective.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+def test_agreement_counts_what_is_labelled_and_known():
+    examples = [Example("", 1), Example("", 0), Example(""), Example("", 1)]
+    assert agreement({0: 1, 1: 1, 2: 0}, examples) == 0.5
+    assert agreement({2: 0}, examples) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pool-size", "one"], "--pool-size"),
+        (["--alpha=-1"], "--alpha"),
+        (["--no-such-option", "1"], "--no-such-option"),
+    ],
+)
+def test_bad_options(arguments, message):
+    done = subprocess.run(
+        [sys.executable, FOLDER / "icm.py", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+# The testbeds
+
+
+def no_sampling(*_, **__):
+    raise AssertionError
+
+
+def test_the_shipped_testbed():
+    testbed = testbeds.load("vllm-types", None, 60, 0, no_sampling)
+    pool = testbed.pool(60, 0)
+    assert len(pool) == 60 == len(set(pool))
+    assert Counter(Counter(e.group for e in pool).values()) == {3: 20}
+    consistency = Consistency(pool, testbed.rule)
+    assert not consistency.pairs({i: e.truth for i, e in enumerate(pool)})
+    assert testbed.pool(60, 0) == pool != testbed.pool(60, 1)
+
+
+def test_truthful_qa(tmp_path):
+    row = {
+        "question": "Is the sky green?",
+        "mc1_targets": {"choices": ["No", "Yes", "Often"], "labels": [1, 0, 0]},
+    }
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([row]))
+    testbed = testbeds.load("truthfulQA", str(file), 10, 0, no_sampling)
+    assert [e.truth for e in testbed.examples] == [1, 0, 0]
+    assert testbed.examples[1].text == (
+        "Question: Is the sky green?\nClaim: Yes\nI think this claim is"
+    )
+    pool = testbed.pool(None, 0)
+    consistency = Consistency(pool, testbed.rule)
+    assert not consistency.pairs({i: e.truth for i, e in enumerate(pool)})
+    assert len(consistency.pairs(dict.fromkeys(range(3), 1))) == 3
+
+
+def test_gsm8k_solutions_are_sampled(tmp_path):
+    rows = [
+        {
+            "question": f"{n} + {n}?",
+            "answer": f"<<{n}+{n}>>It is {2 * n}.\n#### {2 * n}",
+        }
+        for n in range(8)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    asked = []
+
+    def sample(prompts, n, **_):
+        asked.extend(prompts)
+        return [["The answer is 1,004", "It is 4.", "hm", "So 4"][:n] for _ in prompts]
+
+    testbed = testbeds.load("gsm8k", str(file), 32, 0, sample)
+    assert len(asked) == 4 and "<<" not in asked[0]
+    for example in testbed.examples:
+        number = int(example.group.split()[0]) * 2
+        assert example.truth == (number == int(example.key))
+        assert example.key in ("1004", "4")
+    assert len(testbed.examples) == 12  # one in four has no number
+
+
+def test_alpaca(tmp_path):
+    row = {
+        "instruction": "Say hello",
+        "input": "",
+        "output_1": "hello",
+        "output_2": "go\naway",
+        "preference": 1,
+    }
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([row]))
+    testbed = testbeds.load("alpaca", str(file), 10, 0, no_sampling)
+    first, second = testbed.examples
+    assert (first.truth, second.truth) == (1, 0)
+    assert "Response 1: go away\nResponse 2: hello\n" in second.text
+    pool = testbed.pool(None, 0)
+    assert not Consistency(pool, testbed.rule).pairs(
+        {i: e.truth for i, e in enumerate(pool)}
+    )
+
+
+@pytest.mark.parametrize("name", ["truthfulQA", "gsm8k", "alpaca"])
+def test_no_hub(name):
+    """Says what cannot be had and what to do. The test bed is offline (runners.py)."""
+    with pytest.raises(testbeds.TestbedError) as error:
+        testbeds.load(name, None, 8, 0, no_sampling)
+    for part in (f"--testbed {name}", "--dataset", "vllm-types"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"labels": ["a"], "examples": []}', "labels"),
+        ('{"labels": ["a", "b"], "examples": [{"text": "x", "truth": 2},'
+         ' {"text": "y"}]}', r"examples\[0\].truth"),
+        ("nonsense", "JSON"),
+    ],
+)  # fmt: skip
+def test_a_bad_file(tmp_path, content, message):
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    with pytest.raises(testbeds.TestbedError, match=message):
+        testbeds.load(str(file), None, 8, 0, no_sampling)
+
+
+def test_no_such_testbed():
+    with pytest.raises(testbeds.TestbedError, match="alpaca.*vllm-types"):
+        testbeds.load("nothing", None, 8, 0, no_sampling)
+
+
+# The configurations
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """That of `vllm serve`."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    return parser
+
+
+@pytest.mark.parametrize("name", ["405b", "70b", "8b", "reference"])
+def test_vllm_takes_the_configuration(parser, name):
+    """All its options, by vLLM's own parser, with what icm.py needs."""
+    file = FOLDER / "configs" / f"{name}.yaml"
+    args = parser.parse_args(["serve", "--config", str(file)])
+    assert args.enable_prefix_caching and args.enable_prompt_tokens_details
+    assert args.max_logprobs == 20 and not args.disable_log_stats
+    assert args.model and args.port == 8000
+    if name == "reference":
+        assert (Path(__file__).parents[1] / args.model / "config.json").exists()

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`examples/icm` from end to end against a live server of the reference model, which
+is killed and started again in the middle of a run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import runners
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "icm"
+sys.path.insert(0, str(FOLDER))
+
+import icm
+import testbeds
+from client import Client
+from oracle import Oracle
+from prompts import Prompts
+from search import normalize
+
+POOL, ITERATIONS = 24, 24
+KILL_AFTER = 8  # iterations
+START_SECONDS = 600
+SCORE_ERROR = 2e-4
+"""Nats between two float32 log-probabilities of the reference model: the bound of
+`scoring.LOGIT_ERROR` for a deeper and wider model."""
+
+
+class Server:
+    """A `vllm serve` that can be killed and started again on the same port."""
+
+    def __init__(self, log: Path):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        command += ["--config", str(FOLDER / "configs" / "reference.yaml")]
+        command += [f"--port={self.port}", f"--kv-cache-memory-bytes={256 * 2**20}"]
+        with self.log.open("a") as out:
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+                env=runners.environment("v1"),
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                if httpx.get(self.url + "/health", timeout=10).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            assert self.process and self.process.poll() is None, self.tail()
+            assert time.monotonic() < deadline, self.tail()
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """Without a chance to finish anything; its engine process goes with it."""
+        assert self.process
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def tail(self) -> str:
+        return self.log.read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("serve") / "log")
+    server.start()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+def settings(server: Server, output: Path) -> icm.Settings:
+    return icm.Settings(
+        base_url=server.url,
+        pool_size=POOL,
+        iterations=ITERATIONS,
+        output=output,
+        compare=1,
+    )
+
+
+def saved(output: Path) -> dict:
+    return json.loads((output / "checkpoint.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(server, tmp_path_factory) -> tuple[dict, Path]:
+    """Report and folder of a run that nothing disturbs."""
+    output = tmp_path_factory.mktemp("whole")
+    return icm.run(settings(server, output)), output
+
+
+def test_the_scores_are_hugging_faces(server, whole):
+    _, output = whole
+    state = icm.decode_state(saved(output)["state"])
+    testbed = testbeds.load("vllm-types", None, POOL, 0, None)
+    examples = testbed.pool(POOL, 0)
+    oracle = Oracle(ROOT / "examples" / "reference_model" / "model")
+    with Client(server.url) as client:
+        prompts = Prompts(client, examples, testbed.labels)
+        ids = [label[0] for label in prompts.labels]
+        for prompt in prompts.of(state.labels)[::5]:
+            tokens = [*prompt.whole, ids[0]]
+            expected = normalize(oracle.scores(tokens, [ids]).logprobs[0])
+            got = state.scores[prompt.example]
+            assert np.abs(got - expected).max() < SCORE_ERROR
+
+
+def test_one_call_for_all_prompts(whole):
+    """As many calls as labels that changed, but for fixes of several rounds."""
+    report, output = whole
+    steps = saved(output)["state"]["history"]
+    assert sum(step[2] for step in steps) == report["proposals"] > 0
+    assert report["usage"]["prompts"] >= POOL * report["usage"]["calls"] > 0
+    assert report["compare"]["calls"] == {
+        "one call": 1,
+        "N calls": POOL,
+        "N calls, 32 at once": POOL,
+        "N calls, one order, top log-probs": POOL,
+    }
+
+
+def test_demonstrations_come_from_the_cache(whole):
+    """All but a few places a prompt and the rest of a block. (With so few short
+    demonstrations that is much; the README has the figures of a large pool.)"""
+    report, _ = whole
+    usage = report["usage"]
+    assert usage["cache_queries"] == usage["tokens"]
+    missed = usage["demonstration_tokens"] - usage["cache_hits"] + usage["hits_beyond"]
+    longest = 12  # tokens of a demonstration
+    block = 32
+    assert 0 <= missed / usage["prompts"] < block + longest * (icm_places() + 1)
+
+
+def icm_places() -> int:
+    from prompts import RECENT
+
+    return RECENT + (POOL - 1).bit_length()
+
+
+def test_a_server_that_is_killed_in_the_middle(server, whole, tmp_path):
+    """Waits for the next one and goes on: the same labels by the same iterations."""
+    done = threading.Event()
+
+    def kill_and_restart() -> None:
+        checkpoint = tmp_path / icm.Checkpoint.NAME
+        while not done.is_set():
+            if (
+                checkpoint.exists()
+                and saved(tmp_path)["state"]["iteration"] >= KILL_AFTER
+            ):
+                server.kill()
+                server.start()
+                return
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_and_restart)
+    killer.start()
+    try:
+        report = icm.run(settings(server, tmp_path))
+    finally:
+        done.set()
+        killer.join()
+    assert report["retries"] > 0
+    ours, theirs = saved(tmp_path)["state"], saved(whole[1])["state"]
+    assert ours["labels"] == theirs["labels"]
+    assert ours["random_state"] == theirs["random_state"]
+    np.testing.assert_allclose(ours["scores"], theirs["scores"], atol=SCORE_ERROR)
+    # Iteration, example, proposed, accepted: each iteration once.
+    decisions = [[step[:4] for step in s["history"]] for s in (ours, theirs)]
+    assert decisions[0] == decisions[1]
+    assert [step[0] for step in decisions[0]] == [*range(1, ITERATIONS + 1)]
+    assert saved(tmp_path)["usage"][:2] == saved(whole[1])["usage"][:2]
+
+
+def test_two_clients_at_once(server):
+    testbed = testbeds.load("vllm-types", None, POOL, 0, None)
+    results: dict[int, list[np.ndarray]] = {}
+
+    def work(seed: int) -> None:
+        with Client(server.url) as client:
+            examples = testbed.pool(POOL, seed)
+            prompts = Prompts(client, examples, testbed.labels)
+            truth = {i: example.truth for i, example in enumerate(examples)}
+            results[seed] = prompts.evaluate([truth]) + prompts.evaluate([truth])
+
+    work(1)
+    alone = results.pop(1)
+    threads = [threading.Thread(target=work, args=[seed]) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(results) == {1, 2}
+    for table in results[1]:
+        np.testing.assert_allclose(table, alone[0], atol=SCORE_ERROR)
+
+
+def test_verify_server(server):
+    command = [sys.executable, FOLDER / "verify_server.py", "--base-url", server.url]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("✓") == 8 and "✗" not in done.stdout
+
+
+def test_the_command_line(server, tmp_path):
+    command = [sys.executable, FOLDER / "icm.py", "--base-url", server.url]
+    command += ["--pool-size", "6", "--iterations", "2", "--seeds", "2"]
+    command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "zero-shot" in done.stdout and "prefix cache" in done.stdout

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scoring requests in the batches of speculative decoding."""
+
+import numpy as np
+import pytest
+from scoring import assert_scores, params, prompt, random_ids
+from tiny_models import CONFIGS
+
+VOCABULARY = CONFIGS["llama"].vocab_size
+GENERATED = 20
+METHODS = {
+    "ngram": dict(prompt_lookup_max=2, prompt_lookup_min=1),
+    "draft_model": {},
+}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def llm(request, runner, model_folder, engine):
+    """Guesses 3 tokens of each request, and computes at most 48 a step."""
+    method = request.param
+    if (runner, method) == ("v2", "ngram"):
+        pytest.skip("Triton's interpreter does not take this drafter's masks")
+    speculative = dict(method=method, num_speculative_tokens=3, **METHODS[method])
+    if method == "draft_model":
+        # The model itself: all that it guesses is accepted.
+        speculative |= dict(model=str(model_folder("llama")))
+    return engine(
+        "llama",
+        max_num_batched_tokens=48,
+        max_num_seqs=4,
+        speculative_config=Options(speculative),
+        disable_log_stats=False,
+    )
+
+
+class Options(dict):
+    """Lets the `engine` fixture tell engines apart by options of options."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+
+def drafts(llm) -> int:
+    values = {metric.name: metric for metric in llm.get_metrics()}
+    return values["vllm:spec_decode_num_drafts"].value
+
+
+def assert_greedy(llama, ids: list[int], completion, count: int, allowed=None) -> None:
+    """Asserts `count` tokens, each the most probable allowed one after the others."""
+    answer = list(completion.token_ids)
+    assert len(answer) == count
+    candidates = np.arange(VOCABULARY) if allowed is None else np.array(allowed)
+    logits = llama.logits(ids + answer)[len(ids) - 1 : -1, candidates]
+    assert answer == candidates[logits.argmax(axis=1)].tolist()
+
+
+def test_scoring_beside_speculative_requests(llm, oracle):
+    """Prefill chunks of scoring requests share their steps with verified guesses."""
+    llama = oracle("llama")
+    engine = llm.llm_engine
+    generating = {f"generates {n}": [5, 6 + n] * 6 for n in range(2)}
+    allowed = {"generates 0": [5, 6, 7], "generates 1": None}
+    scoring = {f"scores {n}": random_ids(n, VOCABULARY, 60 + n) for n in range(2)}
+    for name, ids in generating.items():
+        # With three tokens to choose from, n-grams come again.
+        sampling = params(GENERATED, allowed_token_ids=allowed[name])
+        engine.add_request(name, prompt(ids), sampling)
+    engine.step()
+    guessed = drafts(llm)
+    for n, (name, ids) in enumerate(scoring.items()):
+        # The second goes on to generate, with guesses of its own.
+        engine.add_request(name, prompt(ids, ids[1:]), params(4 * n))
+    outputs, guessed_beside = {}, 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id] = output
+        if len(outputs.keys() & scoring.keys()) < len(scoring):
+            guessed_beside = drafts(llm) - guessed
+
+    assert outputs.keys() == generating.keys() | scoring.keys()
+    assert guessed_beside > 0
+    for name, ids in generating.items():
+        assert outputs[name].target_logprobs is None
+        assert_greedy(llama, ids, outputs[name].outputs[0], GENERATED, allowed[name])
+    for n, (name, ids) in enumerate(scoring.items()):
+        assert_scores(outputs[name].target_logprobs, llama, ids, ids[1:])
+        assert_greedy(llama, ids, outputs[name].outputs[0], 4 * n)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`max_depth` and depth routing over HTTP: a live server on the loopback interface."""
+
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import requests
+import runners
+from depth_routing import CUTOFFS
+from test_serving import OPTIONS, START_SECONDS, Server, is_healthy
+from tiny_models import make_tokenizer
+
+MODEL = OPTIONS["served-model-name"]
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+SAMPLING = dict(max_tokens=6, temperature=0, ignore_eos=True)
+FLAGS = [
+    "--enforce-eager",
+    "--enable-utio",
+    "--utio-bucket-cutoffs=2,4",
+    "--utio-min-batch-size=1000",
+]
+
+
+@pytest.fixture(scope="module")
+def server(model_folder, tmp_path_factory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("serve")
+    template = folder / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = [f"--{name}={value}" for name, value in OPTIONS.items()]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    command += [str(model_folder("deep_llama")), f"--port={port}", *options, *FLAGS]
+    command += [f"--chat-template={template}"]
+    log = folder / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=runners.environment("v1")
+        )
+    try:
+        server = Server(process, port)
+        deadline = time.monotonic() + START_SECONDS
+        while not is_healthy(server):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.2)
+        yield server
+        assert process.poll() is None, log.read_text()[-4000:]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def body(path: str, **fields) -> dict:
+    if path == CHAT:
+        fields["messages"] = [{"role": "user", "content": "def f"}]
+    else:
+        fields["prompt"] = make_tokenizer()("def f").input_ids
+    return SAMPLING | fields
+
+
+def text(choice: dict) -> str:
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_the_ceiling_is_taken_and_reported(server, path):
+    answers = {d: server.ask(path, **body(path, max_depth=d)) for d in (*CUTOFFS, None)}
+    depths = {d: a["usage"]["mean_decode_depth"] for d, a in answers.items()}
+    assert depths == {2: 2, 4: 4, 6: 6, None: 6}
+    texts = {d: text(a["choices"][0]) for d, a in answers.items()}
+    assert texts[6] == texts[None]
+    assert len({texts[d] for d in CUTOFFS}) == 3
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_several_sequences_and_streams(server, path):
+    fields = body(path, max_depth=2, n=2, temperature=1.0)
+    assert server.ask(path, **fields)["usage"]["mean_decode_depth"] == 2
+    fields |= dict(model=MODEL, stream=True, stream_options={"include_usage": True})
+    streamed = server.post(path, fields)
+    assert streamed.status_code == 200
+    found = re.findall(r'"mean_decode_depth": ?([0-9.]+)', streamed.text)
+    assert [float(depth) for depth in found] == [2]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("value", [0, 3, 7, -1, 2**70, "two", [2], 2.5])
+def test_what_is_no_cutoff_is_a_400(server, path, value):
+    fields = dict(model=MODEL) | body(path, max_depth=value)
+    error = server.refusal(path, fields)
+    assert "max_depth" in f"{error['param']} {error['message']}", error
+    # The engine refuses after a stream has begun.
+    streamed = server.post(path, fields | dict(stream=True))
+    assert "max_depth" in streamed.text and re.search('"code": ?400', streamed.text)
+
+
+def test_the_counters_are_served(server):
+    def served() -> dict:
+        page = requests.get(server.url + "/metrics", timeout=60).text
+        lines = re.findall(
+            r'^vllm:utio_decode_tokens_total{.*depth="(\d+)".*} (\S+)$', page, re.M
+        )
+        return {int(depth): float(value) for depth, value in lines}
+
+    server.ask(**body(COMPLETIONS, max_depth=2))
+    before = served()
+    server.ask(**body(COMPLETIONS, max_depth=2))
+    assert served()[2] - before[2] == SAMPLING["max_tokens"] - 1

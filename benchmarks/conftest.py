@@ -8,12 +8,11 @@ everything else. Run on an idle machine:
 """
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from processes import random_llama
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -27,50 +26,9 @@ TABLES = pytest.StashKey[dict[str, list[list[str]]]]()
 
 
 @pytest.fixture(scope="session")
-def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_wide_model(tmp_path_factory.mktemp("wide"))
-
-
-def save_wide_model(folder: Path) -> Path:
-    """Writes a Llama of 2 layers, 1024 wide, with Llama 3's vocabulary of 128,256."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=2,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=16_384,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 16 layers, 1024 wide, with a vocabulary of 32,000."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("deep")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
-    return folder
+def wide_model() -> Path:
+    """2 layers of width 1,024 with Llama 3's vocabulary."""
+    return random_llama(128_256, 1024, 2, "float32")
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from rich.table import Table
 from tqdm import tqdm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-from vllm.v1.worker.depth_policy import ShareByRank
+from vllm.v1.worker.depth_policy import ShareByRank, Threshold
 
 
 class ForcedTokens(AdapterLogitsProcessor):
@@ -176,23 +176,27 @@ def main() -> None:
             f"{perplexity / base - 1:+.1%}", f"{agreement:.3f}",
         )  # fmt: skip
 
-    runs = [(c, s) for c in args.cutoff for s in args.share]
-    for cutoff, share in tqdm(runs):
-        options = dict(
+    def routed(cutoff: int, policy: type, share: float, **options):
+        llm = engine(
             enable_utio=True, utio_bucket_cutoffs=[cutoff], utio_min_batch_size=1,
             utio_bucket_shares=[share, 1 - share],
+            utio_policy=f"{policy.__module__}.{policy.__qualname__}", **options,
         )  # fmt: skip
-        for name, policy in (
-            ("random", f"{Random.__module__}.Random"),
-            ("TIS, share by rank", "vllm.v1.worker.depth_policy.ShareByRank"),
-        ):
-            llm = engine(**options, utio_policy=policy)
-            add(
-                cutoff,
-                f"{name}, {share:.0%}",
-                *measure(llm, windows, args.prompt_length),
-            )
-    for cutoff in args.cutoff:
+        return measure(llm, windows, args.prompt_length)
+
+    entropy = dict(utio_score_weights=[1.0, 0.0, 0.0])
+    for cutoff in tqdm(args.cutoff):
+        for share in tqdm(args.share, leave=False):
+            add(cutoff, f"random, {share:.0%}", *routed(cutoff, Random, share))
+            add(cutoff, f"TIS, {share:.0%}", *routed(cutoff, ShareByRank, share))
+            by_entropy = routed(cutoff, ShareByRank, share, **entropy)
+            add(cutoff, f"its entropy alone, {share:.0%}", *by_entropy)
+        # A threshold sets the depth itself; random routing then gets the same one.
+        for name, options in (("TIS", {}), ("entropy", entropy)):
+            found = routed(cutoff, Threshold, 0.5, **options)
+            add(cutoff, f"{name}, threshold", *found)
+            share = (num_layers - found[2]) / (num_layers - cutoff)
+            add(cutoff, f"random, {share:.1%}", *routed(cutoff, Random, share))
         llm = engine(enable_utio=True, utio_bucket_cutoffs=[cutoff])
         uniform = measure(llm, windows, args.prompt_length, max_depth=cutoff)
         add(cutoff, "all tokens", *uniform)

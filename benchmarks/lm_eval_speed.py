@@ -27,7 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from conftest import save_wide_model
+from processes import random_llama
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "lm_eval"
@@ -71,8 +71,8 @@ def parse_args() -> argparse.Namespace:
 
 def wide(folder: Path) -> Path:
     """The random-weight model of the other benchmarks, with the reference tokenizer."""
-    save_wide_model(folder)
-    for file in REFERENCE.glob("tokenizer*"):
+    model = random_llama(128_256, 1024, 2, "float32")
+    for file in [*model.iterdir(), *REFERENCE.glob("tokenizer*")]:
         shutil.copy(file, folder)
     return folder
 

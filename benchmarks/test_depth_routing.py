@@ -8,6 +8,9 @@ to 4 % here. Full depth is the engine with its router taken out. Every ratio is 
 neighbouring steps.
 
     taskset -c 0 .venv/bin/python -m pytest benchmarks/test_depth_routing.py
+
+What every token pays, its exit's logits, bounds the gain. `DEPTH_VOCABULARY=4096` makes
+that part small.
 """
 
 import os
@@ -17,18 +20,20 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from processes import random_llama
 
 NUM_LAYERS = 16
 CUTOFFS = (6, 10, NUM_LAYERS)
 SHARES = (0.5, 0.2, 0.3)
 UNIFORM = 10  # all tokens: as many layers as the others run on average
 DTYPE = os.environ.get("DEPTH_DTYPE", "float32")
-ROUNDS = int(os.environ.get("DEPTH_ROUNDS", 11))
+VOCABULARY = int(os.environ.get("DEPTH_VOCABULARY", "32000"))
+ROUNDS = int(os.environ.get("DEPTH_ROUNDS", "11"))
 DISTINCT = 8
 """Prompts of a long context that differ; the others read them from the prefix cache.
 Their keys and values fill caches several times over, and prefill stays bearable."""
 NEVER = 10**6
-LONGEST = 1024 + 12 * ROUNDS
+LONGEST = 1024 + max(12 * ROUNDS, 256)
 
 FULL, STAIRCASE, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
     "full depth",
@@ -42,11 +47,11 @@ WAYS = (STAIRCASE, BUCKETS, TRUNCATED, SCORED, FALLBACK)
 
 
 @pytest.fixture(scope="module")
-def llm(deep_model):
+def llm():
     from vllm import LLM
 
     return LLM(
-        model=str(deep_model),
+        model=str(random_llama(VOCABULARY, 1024, NUM_LAYERS, "float32")),
         skip_tokenizer_init=True,
         dtype=DTYPE,
         enforce_eager=True,
@@ -90,7 +95,7 @@ def runner(llm):
 def prompts(count: int, length: int) -> list[list[int]]:
     distinct = count if length < 64 else min(count, DISTINCT)
     rng = np.random.default_rng(length)
-    ids = rng.integers(0, 32_000, (distinct, length)).tolist()
+    ids = rng.integers(0, VOCABULARY, (distinct, length)).tolist()
     return [ids[n % distinct] for n in range(count)]
 
 
@@ -126,15 +131,22 @@ def seconds(llm) -> float:
     return time.perf_counter() - start
 
 
-def decode_steps(llm, batch: int, context: int) -> dict[str, np.ndarray]:
-    """Seconds `[ROUNDS]` of a decode step by its way."""
+def decode_steps(
+    llm, batch: int, context: int, ways=WAYS, rounds=ROUNDS
+) -> dict[str, np.ndarray]:
+    """Seconds `[rounds]` of a decode step by its way; the first one is full depth."""
     fill(llm, batch, context)
     times = defaultdict(list)
-    for number in range(ROUNDS + 1):
-        for name in np.random.default_rng(number).permutation([FULL, *WAYS]):
+    for number in range(rounds + 1):
+        for name in np.random.default_rng(number).permutation([FULL, *ways]):
             with way(llm, name):
                 times[name].append(seconds(llm))
     return {name: np.array(values[1:]) for name, values in times.items()}
+
+
+def stop(llm, batch: int) -> None:
+    llm.llm_engine.abort_request([f"{n}" for n in range(batch)])
+    llm.llm_engine.step()
 
 
 class CostModel:
@@ -219,7 +231,7 @@ def ratio(first: np.ndarray, second: np.ndarray) -> str:
 def test_decode_steps(llm, tables, batch, context):
     counts = leaving(batch)
     rows = tables.setdefault(
-        f"Decode steps, {DTYPE}: times as fast as full depth (model's prediction)",
+        f"Decode steps, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth (model's prediction)",
         [["batch", "context", "full depth, ms", *WAYS]],
     )
     times = decode_steps(llm, batch, context)
@@ -232,8 +244,7 @@ def test_decode_steps(llm, tables, batch, context):
         SCORED: model.full(batch),
         FALLBACK: model.full(batch),
     }
-    llm.llm_engine.abort_request([f"{n}" for n in range(batch)])
-    llm.llm_engine.step()
+    stop(llm, batch)
     rows.append(
         [
             f"{batch}",
@@ -248,13 +259,38 @@ def test_decode_steps(llm, tables, batch, context):
     )
 
 
+@pytest.mark.parametrize("batch", [8, 64])
+def test_overhead_where_nothing_is_routed(llm, tables, batch, rounds=60):
+    """Steps that fall back: the same layers, and what routing does around them."""
+    rows = tables.setdefault(
+        f"Decode steps that fall back, {DTYPE}, vocabulary {VOCABULARY}: times as long "
+        "as full depth (95 % interval of the median)",
+        [["batch", SCORED, FALLBACK]],
+    )
+    times = decode_steps(llm, batch, 32, (SCORED, FALLBACK), rounds)
+    stop(llm, batch)
+    cells = []
+    for name in (SCORED, FALLBACK):
+        ratios = times[name] / times[FULL]
+        low, high = bootstrap_median(ratios)
+        cells.append(f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+    rows.append([f"{batch}", *cells])
+
+
+def bootstrap_median(values: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the median."""
+    drawn = np.random.default_rng(0).choice(values, (2000, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return low, high
+
+
 @pytest.mark.parametrize(("batch", "context"), [(64, 32), (32, 256)])
 def test_whole_calls(llm, tables, batch, context, max_tokens=32, rounds=3):
     """`LLM.generate`, prefill included."""
     from vllm import TokensPrompt
 
     rows = tables.setdefault(
-        f"Whole calls of {max_tokens} tokens, {DTYPE}: times as fast as full depth",
+        f"Whole calls of {max_tokens} tokens, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth",
         [["batch", "context", "full depth, s", *WAYS]],
     )
     requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(batch, context)]

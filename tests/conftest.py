@@ -132,6 +132,24 @@ def engine(runner: str, model_folder):
     return start
 
 
+@pytest.fixture(scope="session")
+def tensor_parallel_engine(engine):
+    """As `engine`, with two workers, each a process on a core of its own."""
+    from vllm.envs import disable_envs_cache
+
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("two processes want two cores")
+
+    def start(family: str, **options):
+        disable_envs_cache()  # an engine that was started before has filled it
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+            return engine(family, tensor_parallel_size=2, **options)
+
+    return start
+
+
 def engine_options() -> dict:
     """Options of a small float32 engine."""
     return dict(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scoring with the model, and so the vocabulary, in two processes."""
 
-import os
-
 import pytest
 from scoring import assert_scores, params, prompt, random_ids, run
 from tiny_models import CONFIGS
@@ -11,28 +9,17 @@ VOCABULARY = CONFIGS["llama"].vocab_size
 BLOCK = 32
 SHARED = 2 * BLOCK + 5
 
-pytestmark = pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="two processes want two cores"
-)
 
-
-@pytest.fixture(scope="module")
-def llm(engine):
-    """Two workers, a core each; chunked prefill; a cache too small for all requests."""
-    from vllm.envs import disable_envs_cache
-
-    disable_envs_cache()  # an engine that was started before has filled it
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
-        yield engine(
-            "llama",
-            tensor_parallel_size=2,
-            max_num_batched_tokens=48,
-            block_size=BLOCK,
-            num_gpu_blocks_override=10,
-            disable_log_stats=False,
-        )
+@pytest.fixture
+def llm(tensor_parallel_engine):
+    """Chunked prefill; a cache too small for all requests."""
+    return tensor_parallel_engine(
+        "llama",
+        max_num_batched_tokens=48,
+        block_size=BLOCK,
+        num_gpu_blocks_override=10,
+        disable_log_stats=False,
+    )
 
 
 def value(llm, metric: str) -> int:

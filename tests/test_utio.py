@@ -310,14 +310,16 @@ def test_the_score_of_hidden_states(engine, llama):
     ],
 )
 def test_a_fallback_is_full_depth(engine, options):
-    plain = serve(engine("deep_llama", **logits_options()), traffic())
-    fallen = serve(
-        engine("deep_llama", **routing(**options)), traffic(), lambda number, step: 2
-    )
+    engines = [
+        engine("deep_llama", **logits_options()),
+        engine("deep_llama", **routing(**options)),
+    ]
+    for llm in engines:
+        # Or one of them prefills what the other has cached, in products of other shapes.
+        assert llm.reset_prefix_cache()
+    plain, fallen = (serve(llm, traffic(), lambda number, step: 2) for llm in engines)
     for one, other in zip(plain, fallen):
-        # To the bit when run alone; after other tests on V1, off by up to 9.3e-6, the
-        # cause of which is not known yet.
-        np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=2e-5)
+        np.testing.assert_array_equal(one.logits, other.logits)
 
 
 def test_min_depth(engine, llama):

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing by depth with the model in two processes, which must take the same plan."""
+
+import pytest
+from depth_routing import CUTOFFS, Request, assert_logits, logits_options, serve
+from scoring import random_ids
+from tiny_models import CONFIGS
+
+VOCABULARY = CONFIGS["deep_llama"].vocab_size
+
+
+@pytest.fixture
+def llm(tensor_parallel_engine):
+    """Routes three of eight at 2, two at 4; ceilings apply as well."""
+    return tensor_parallel_engine(
+        "deep_llama",
+        enable_utio=True,
+        utio_bucket_cutoffs=CUTOFFS[:-1],
+        utio_bucket_shares=[0.375, 0.25, 0.375],
+        utio_min_batch_size=8,
+        **logits_options(),
+    )
+
+
+@pytest.fixture
+def oracle(depth_oracle):
+    return depth_oracle("deep_llama")
+
+
+def test_ceilings(llm, oracle):
+    """Fewer requests than are routed by their scores."""
+    depths = [2, 6, None, 4, 2, 4]
+    lengths = [1, 70, 33, 5, 32, 64]  # in chunks of 64
+    requests = [
+        Request(
+            random_ids(n, VOCABULARY, length),
+            options={} if depth is None else dict(max_depth=depth),
+        )
+        for n, (length, depth) in enumerate(zip(lengths, depths))
+    ]
+    serve(llm, requests)
+    for depth, request in zip(depths, requests):
+        assert_logits(oracle, [request], depth or CUTOFFS[-1])
+
+
+def test_scores(llm, oracle):
+    """The one decode token of each request tells where it left."""
+    requests = [
+        Request(random_ids(20 + n, VOCABULARY, 5 + n % 3), max_tokens=2)
+        for n in range(8)  # which prefill in one step
+    ]
+    serve(llm, requests)
+    depths = [served.output.outputs[0].mean_decode_depth for served in requests]
+    for depth, request in zip(depths, requests):
+        assert_logits(oracle, [request], int(depth))
+    assert sorted(depths) == [2, 2, 2, 4, 4, 6, 6, 6]

@@ -24,10 +24,17 @@ class DepthOracle:
         folder: a Llama, Mistral, Qwen2, Qwen3 or OPT as `save_pretrained` leaves it.
         propagate: False drops state propagation: a token that has left writes zeros
             as its keys and values. It is there to show what propagation is worth.
+        weights: precision that the weights are rounded to; arithmetic is in float32.
     """
 
-    def __init__(self, folder: Path, *, propagate: bool = True):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        propagate: bool = True,
+        weights: torch.dtype = torch.float32,
+    ):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=weights).float()
         self._model = model.eval()
         decoder = (
             model.model.decoder if hasattr(model.model, "decoder") else model.model

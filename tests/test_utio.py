@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from depth_routing import (
     CUTOFFS,
     NUM_LAYERS,
@@ -12,6 +13,7 @@ from depth_routing import (
     Planted,
     Request,
     assert_logits,
+    expected_logits,
     logits_options,
     mlp_rows,
     poison_cache,
@@ -350,6 +352,33 @@ def test_min_batch_size(engine, llama):
         assert len(served.depths) == routed
         served.depths = [2] * routed + [NUM_LAYERS] * 10
     assert_logits(llama, requests)
+
+
+def test_bfloat16(engine, depth_oracle):
+    """Routed logits are as near to float32 arithmetic on the same weights as those at
+    full depth are."""
+    exact = depth_oracle("deep_llama", weights=torch.bfloat16)
+
+    def error(requests, depths=None) -> float:
+        """Root mean square over all logits."""
+        return math.sqrt(
+            np.mean(
+                np.concatenate(
+                    [
+                        (r.logits - expected_logits(exact, r, depths or r.depths)) ** 2
+                        for r in requests
+                    ]
+                )
+            )
+        )
+
+    full_depth = [NUM_LAYERS] * 20
+    plain = engine("deep_llama", dtype="bfloat16", **logits_options())
+    noise = error(serve(plain, traffic()), full_depth)
+    llm = engine("deep_llama", dtype="bfloat16", **routing())
+    routed = serve(llm, traffic(), random_plan(16))
+    assert error(routed) < 1.5 * noise
+    assert error(routed, full_depth) > 5 * noise  # wrong depths would show
 
 
 def test_without_eager_it_runs_eager_all_the_same(engine, llama):

@@ -34,7 +34,7 @@ from rich.table import Table
 from tqdm import tqdm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-from vllm.v1.worker.depth_policy import ShareByRank, Threshold
+from vllm.v1.worker.depth_policy import CalibratedProbe, ShareByRank, Threshold
 
 
 class ForcedTokens(AdapterLogitsProcessor):
@@ -87,6 +87,9 @@ def parse_args() -> argparse.Namespace:
         "--share", type=float, nargs="+", default=[0.3, 0.5, 0.7],
         help="shares of the tokens that leave early",
     )  # fmt: skip
+    parser.add_argument(
+        "--calibration", type=Path, help="of examples/utio_calibrate.py, for a probe"
+    )
     return parser.parse_args()
 
 
@@ -184,11 +187,15 @@ def main() -> None:
         )  # fmt: skip
         return measure(llm, windows, args.prompt_length)
 
+    calibrated = dict(utio_calibration=str(args.calibration))
     entropy = dict(utio_score_weights=[1.0, 0.0, 0.0])
     for cutoff in tqdm(args.cutoff):
         for share in tqdm(args.share, leave=False):
             add(cutoff, f"random, {share:.0%}", *routed(cutoff, Random, share))
             add(cutoff, f"TIS, {share:.0%}", *routed(cutoff, ShareByRank, share))
+            if args.calibration:
+                probed = routed(cutoff, CalibratedProbe, share, **calibrated)
+                add(cutoff, f"calibrated probe, {share:.0%}", *probed)
             by_entropy = routed(cutoff, ShareByRank, share, **entropy)
             add(cutoff, f"its entropy alone, {share:.0%}", *by_entropy)
         # A threshold sets the depth itself; random routing then gets the same one.

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing decided at the cutoffs: the chosen tokens leave, and every logit is right."""
+
+import numpy as np
+import pytest
+import torch
+from depth_routing import (
+    CUTOFFS,
+    NUM_LAYERS,
+    TOLERANCE,
+    Request,
+    assert_logits,
+    callers_id,
+    logits_options,
+    model_runner,
+    poison_cache,
+    serve,
+)
+from safetensors.torch import load_file, save_file
+from scoring import random_ids
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM
+from vllm.v1.worker.depth_policy import CutoffPolicy
+
+FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
+SHARES = (0.375, 0.25, 0.375)
+
+
+class Recorded(CutoffPolicy):
+    """Draws the scores and keeps what it was asked and what it said."""
+
+    calls: list[tuple[int, dict[str, float]]]
+
+    def score(self, cutoff, states, req_indices, req_ids):
+        names = [callers_id(req_ids[i]) for i in req_indices.tolist()]
+        assert len(set(names)) == len(names) == len(states)
+        scores = np.random.default_rng(len(self.calls)).random(len(names))
+        self.calls.append((cutoff, dict(zip(names, scores))))
+        return torch.tensor(scores, dtype=torch.float32)
+
+
+def engine_options(**options) -> dict:
+    return dict(
+        enable_utio=True,
+        utio_bucket_cutoffs=CUTOFFS[:-1],
+        utio_bucket_shares=SHARES,
+        utio_min_batch_size=1,
+        utio_policy=f"{Recorded.__module__}.{Recorded.__qualname__}",
+    ) | logits_options(**options)
+
+
+def requests(count: int = 10, **options) -> list[Request]:
+    """That join while others decode, with prompts of up to two chunks."""
+    lengths = [1, 70, 33, 5, 32, 90, 64, 2, 31, 40]
+    return [
+        Request(
+            random_ids(300 + n, CONFIGS["deep_llama"].vocab_size, lengths[n % 10]),
+            max_tokens=3 + n % 8,
+            arrival=3 * n % 8,
+            options=options,
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.fixture
+def routed(monkeypatch):
+    """Serves requests; each gets the depths that the engine says it gave."""
+
+    def run(llm, asked, **kwargs):
+        router = model_runner(llm).depth_router
+        depths: dict[str, list[int]] = {}
+        steps = []
+        plan, take_output = router.plan, router.take_output
+
+        def planned(req_ids, *args):
+            steps.append(list(req_ids))
+            return plan(req_ids, *args)
+
+        def taken():
+            output = take_output()
+            if output is not None:
+                for req_id, depth in zip(steps[-1], output.depths.tolist()):
+                    if depth:
+                        depths.setdefault(callers_id(req_id), []).append(depth)
+            return output
+
+        Recorded.calls = []
+        with monkeypatch.context() as patch:
+            patch.setattr(router, "plan", planned)
+            patch.setattr(router, "take_output", taken)
+            serve(llm, asked, **kwargs)
+        for request in asked:
+            request.depths = depths.get(request.output.request_id, [])
+        return asked
+
+    return run
+
+
+def chosen(calls) -> dict[str, list[int]]:
+    """Depths of the tokens of each step that was routed, by request."""
+    depths: dict[str, list[int]] = {}
+    at, running = NUM_LAYERS, []
+    for cutoff, scores in [*calls, (0, {})]:
+        if cutoff <= at:  # the next step
+            for name in running:
+                depths.setdefault(name, []).append(NUM_LAYERS)
+            running = sorted(scores, key=scores.get)
+            ends = np.round(np.cumsum((0, *SHARES)) * len(running)).astype(int)
+            leaving = dict(zip(CUTOFFS, np.diff(ends)))
+        at = cutoff
+        assert set(scores) == set(running), "others than those that were to go on"
+        running = sorted(scores, key=scores.get)
+        for name in running[: leaving.get(cutoff, 0)]:
+            depths.setdefault(name, []).append(cutoff)
+        running = running[leaving.get(cutoff, 0) :]
+    return depths
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_agree_with_the_oracle(engine, depth_oracle, routed, family):
+    llm = engine(family, **engine_options())
+    poison_cache(llm)
+    served = routed(llm, requests())
+    assert_logits(depth_oracle(family), served)
+    assert {depth for r in served for depth in r.depths} == set(CUTOFFS)
+
+
+def test_the_lowest_scores_leave(engine, depth_oracle, routed):
+    """All decode at once, so every step is routed."""
+    llm = engine("deep_llama", **engine_options(max_num_batched_tokens=256))
+    asked = requests(8)
+    for request in asked:
+        request.arrival, request.max_tokens = 0, 6
+        request.prompt = request.prompt[:20]
+    served = routed(llm, asked)
+    expected = chosen(Recorded.calls)
+    for request in served:
+        assert request.depths == expected[request.output.request_id]
+        mean = request.output.outputs[0].mean_decode_depth
+        assert mean == pytest.approx(np.mean(request.depths))
+    assert_logits(depth_oracle("deep_llama"), served)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
+def test_every_batch_size(engine, depth_oracle, routed, batch):
+    llm = engine("deep_llama", **engine_options())
+    served = routed(llm, requests(batch))
+    assert_logits(depth_oracle("deep_llama"), served)
+
+
+def test_ceilings(engine, depth_oracle, routed):
+    llm = engine("deep_llama", **engine_options())
+    asked = requests()
+    ceilings = [None, NUM_LAYERS, 2, 4, None, NUM_LAYERS, 2, 4, None, None]
+    for request, ceiling in zip(asked, ceilings):
+        if ceiling is not None:
+            request.options = dict(max_depth=ceiling)
+    served = routed(llm, asked)
+    assert_logits(depth_oracle("deep_llama"), served)
+    for request, ceiling in zip(served, ceilings):
+        if ceiling in (2, NUM_LAYERS):
+            assert set(request.depths) == {ceiling}
+        elif ceiling == 4:
+            assert set(request.depths) <= {2, 4}
+
+
+def test_preemption(engine, depth_oracle, routed):
+    llm = engine("deep_llama", **engine_options())
+    served = routed(llm, requests(), interrupt_at=6)
+    assert any(request.preempted for request in served)
+    assert_logits(depth_oracle("deep_llama"), served)
+
+
+def test_full_depth_afterwards(engine, routed):
+    """What was routed leaves nothing behind."""
+    llm = engine("deep_llama", **engine_options())
+    routed(llm, requests())
+    assert llm.reset_prefix_cache()
+    after = serve(llm, requests(max_depth=NUM_LAYERS))
+    plain = engine("deep_llama", **logits_options())
+    assert plain.reset_prefix_cache()
+    for one, other in zip(after, serve(plain, requests())):
+        assert abs(one.logits - other.logits).max() <= TOLERANCE
+
+
+# Probes
+
+
+def save_probes(folder, hidden_size: int, cutoffs=CUTOFFS[:-1], **metadata) -> str:
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        "weight": torch.randn(len(cutoffs), hidden_size, generator=generator),
+        "bias": torch.randn(len(cutoffs), generator=generator),
+    }
+    file = str(folder / "probes.safetensors")
+    about = {
+        "format": "utio-calibration-1",
+        "cutoffs": ",".join(map(str, cutoffs)),
+        "num_layers": str(NUM_LAYERS),
+    }
+    save_file(tensors, file, about | metadata)
+    return file
+
+
+def test_probes_read_the_states_of_their_cutoffs(engine, model_folder, tmp_path):
+    """The one decode token of each request leaves where Transformers' hidden states
+    say it does."""
+    config = CONFIGS["deep_llama"]
+    file = save_probes(tmp_path, config.hidden_size)
+    options = engine_options(max_num_batched_tokens=256, utio_calibration=file)
+    llm = engine(
+        "deep_llama", **{k: v for k, v in options.items() if "policy" not in k}
+    )
+    asked = requests(8)
+    for request in asked:
+        request.arrival, request.max_tokens = 0, 2
+        request.prompt = request.prompt[:20]
+    serve(llm, asked)
+
+    probes = load_file(file)
+    model = AutoModelForCausalLM.from_pretrained(model_folder("deep_llama")).float()
+    scores = []  # [requests, cutoffs]
+    for request in asked:
+        ids = torch.tensor([[*request.prompt, request.tokens[0]]])
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states
+        at_cutoffs = torch.stack([states[c][0, -1] for c in CUTOFFS[:-1]])
+        unit = at_cutoffs / at_cutoffs.square().mean(1, keepdim=True).sqrt()
+        scores.append((unit * probes["weight"]).sum(1) + probes["bias"])
+    scores = torch.stack(scores).numpy()
+    expected = np.full(8, NUM_LAYERS)
+    for index, (cutoff, leaving) in enumerate(zip(CUTOFFS, (3, 2))):
+        running = np.flatnonzero(expected == NUM_LAYERS)
+        expected[running[np.argsort(scores[running, index])[:leaving]]] = cutoff
+    depths = [request.output.outputs[0].mean_decode_depth for request in asked]
+    assert depths == expected.tolist()
+
+
+def test_refusals(engine, tmp_path):
+    """A calibration of another model, or none; buckets, which are not known before
+    the step."""
+    hidden_size = CONFIGS["deep_llama"].hidden_size
+
+    def start(**options) -> None:
+        engine("deep_llama", **engine_options(**options))
+
+    with pytest.raises(ValueError, match="utio-schedule buckets"):
+        start(utio_schedule="buckets")
+    for message, size, cutoffs, about in (
+        ("states of", hidden_size + 1, CUTOFFS[:-1], {}),
+        ("cutoffs", hidden_size, (2, 5), {}),
+        ("12 layers", hidden_size, CUTOFFS[:-1], {"num_layers": "12"}),
+        ("its format", hidden_size, CUTOFFS[:-1], {"format": "other"}),
+    ):
+        file = save_probes(tmp_path, size, cutoffs, **about)
+        with pytest.raises(ValueError, match=message):
+            start(utio_calibration=file)
+    with pytest.raises(ValueError, match="utio_calibration"):
+        start(utio_calibration=str(tmp_path / "missing"))

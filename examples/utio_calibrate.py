@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits what leaving early costs a token, from the token's own state at the cutoff.
+
+    python examples/utio_calibrate.py --cutoffs 6 --output probe.safetensors
+    python examples/utio_calibrate.py --model facebook/opt-125m --cutoffs 4 8 \\
+        --text book.txt notes/ --tokens 200000 --output opt.safetensors
+
+Let x be a token's residual stream after `cutoff` layers. Its features are x / rms(x),
+with rms(x) = sqrt(mean(x²) + 1e-6), and one linear probe a cutoff predicts
+log(KL + 1e-4), where KL is the divergence of the next-token distribution that leaving
+there gives (final norm and head on x) from the one of full depth, in nats. The probe
+is a ridge regression from sums that do not grow with the text; what is kept a held-out
+token is a few numbers.
+
+The figures printed are of the held-out part, which also picks the ridge strength out of
+a few. They are teacher forcing with full-depth attention: every token attends to keys
+and values that full depth wrote, and leavers are picked over the whole part, not batch
+by batch. Routed decoding also pays for what leavers write.
+
+The file has `weight` float32 [cutoffs, hidden] and `bias` float32 [cutoffs];
+features @ weight[i] + bias[i] is higher the more it costs to leave at cutoff i.
+"""
+
+import argparse
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save
+from scipy.stats import spearmanr
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+EXAMPLES = Path(__file__).parent
+FORMAT = "utio-calibration-1"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+RMS_EPSILON = 1e-6
+KL_EPSILON = 1e-4
+"""Below it, divergences count as the same; log(KL) alone would chase rounding."""
+STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Ridge strengths, a token; the features' own mean square is 1."""
+LEAVING = (0.3, 0.5, 0.7)
+MIN_TEXTS = 100
+"""No text gives more than this part of the tokens while others still have some."""
+MIN_HELD_OUT = 100
+LOGITS_AT_ONCE = 2**22
+"""Elements of one block of logits; a few such blocks are held at a time."""
+
+
+class Rows(NamedTuple):
+    """The tokens of one window; C cutoffs, n tokens."""
+
+    features: torch.Tensor  # float32 [C, n, hidden], on the model's device
+    kl: np.ndarray  # float64 [C, n], full depth against the exit, nats
+    exit_entropy: np.ndarray  # float64 [C, n]
+    exit_nll: np.ndarray  # float64 [C, n], of the token that comes next
+    agrees: np.ndarray  # bool [C, n], with full depth's greedy choice
+    full_nll: np.ndarray  # float64 [n]
+    lagged_entropy: np.ndarray  # float64 [n], full depth, from the token before
+
+
+class HeldOut(NamedTuple):
+    """The same of the whole held-out part, with each strength's predictions."""
+
+    predicted: np.ndarray  # float64 [C, strengths, n]
+    kl: np.ndarray
+    exit_entropy: np.ndarray
+    exit_nll: np.ndarray
+    agrees: np.ndarray
+    full_nll: np.ndarray
+    lagged_entropy: np.ndarray
+
+
+class Probe(NamedTuple):
+    weight: torch.Tensor  # float32 [C, hidden]
+    bias: torch.Tensor  # float32 [C]
+    strengths: list[float]  # the one picked for each cutoff
+    tokens: int  # fitted on
+
+
+class Outcome(NamedTuple):
+    """What a policy costs at one share of leavers."""
+
+    leaving: float
+    policy: str
+    spearman: float  # of its score and the divergence
+    kl: float  # summed over the leavers, a token of all
+    rise: float  # of the perplexity, relative
+    agreement: float
+    closed: float  # of the perplexity's gap between random and oracle
+
+
+class Report(NamedTuple):
+    probe: Probe
+    held_out: HeldOut
+    outcomes: list[list[Outcome]]  # a list a cutoff
+
+
+def main(argv: list[str] | None = None) -> Report:
+    args = parse_args(argv)
+    config = load_config(args)
+    texts = read_texts(args)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model {args.model}: no tokenizer: {error}")
+    windows = cut(tokenizer, texts, args.context_length, args.tokens)
+    fitted, held_out = split(windows, args.holdout)
+    check_size(args, config.hidden_size, fitted, held_out)
+    exits = Exits(load_model(args), args.cutoffs)
+
+    equations = [NormalEquations(config.hidden_size) for _ in args.cutoffs]
+    for rows in progress(exits, fitted, args.batch_size, "fit"):
+        check_finite(args, rows)
+        for i, sums in enumerate(equations):
+            sums.add(rows.features[i], target(rows.kl[i]))
+    solutions = [sums.solve(STRENGTHS) for sums in equations]
+    measured = measure(args, exits, held_out, solutions)
+    probe, picked = pick(solutions, measured, count(fitted))
+    outcomes = [compare(measured, i, predicted) for i, predicted in enumerate(picked)]
+    write(args.output, probe, args.cutoffs, config)
+    report = Report(probe, measured, outcomes)
+    show(args, report)
+    return report
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--model", default=str(EXAMPLES / "reference_model/model"),
+        help=f"folder or name of a Hugging Face model: {', '.join(FAMILIES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cutoffs", type=int, nargs="+", required=True, metavar="LAYERS",
+        help="layers that a token runs before it may leave, a probe for each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.safetensors"
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--text", nargs="+", type=Path, metavar="FILE",
+        help="UTF-8 files, or folders of them; default: the files of vLLM's source "
+        "archive that the reference model was trained on",
+    )  # fmt: skip
+    text.add_argument(
+        "--archive", type=Path,
+        default=EXAMPLES.parent / "build/downloads/vllm-0.32.0.tar.gz",
+        help="vLLM's source archive, read if there is no --text",
+    )  # fmt: skip
+    text.add_argument("--tokens", type=int, default=100_000, help="most tokens to use")
+    text.add_argument("--context-length", type=int, default=256)
+    text.add_argument(
+        "--holdout", type=float, default=0.2, help="share of the tokens not fitted on"
+    )
+    engine = parser.add_argument_group("arithmetic")
+    engine.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"],
+        default="float32", help="of the model; auto: as its weights are stored",
+    )  # fmt: skip
+    engine.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    engine.add_argument("--batch-size", type=int, default=8, help="windows at once")
+    args = parser.parse_args(argv)
+    if min(args.cutoffs) < 1:
+        parser.error(f"--cutoffs must be at least 1, not {min(args.cutoffs)}")
+    if len(set(args.cutoffs)) < len(args.cutoffs):
+        parser.error("--cutoffs names a cutoff twice")
+    args.cutoffs.sort()
+    if args.tokens < 1:
+        parser.error("--tokens must be at least 1")
+    if args.context_length < 4:
+        parser.error("--context-length must be at least 4")
+    if not 0 < args.holdout < 1:
+        parser.error("--holdout must be between 0 and 1")
+    if args.batch_size < 1:
+        parser.error("--batch-size must be at least 1")
+    if not args.output.parent.is_dir() or args.output.is_dir():
+        parser.error(f"--output {args.output}: not a file in an existing folder")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
+    return args
+
+
+def load_config(args: argparse.Namespace):
+    """The model's configuration, if the options fit it."""
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model {args.model}: {error}")
+    if config.model_type not in FAMILIES:
+        sys.exit(
+            f"--model {args.model} is a {config.model_type}; supported are "
+            f"{', '.join(FAMILIES)}"
+        )
+    layers = config.num_hidden_layers
+    if args.cutoffs[-1] >= layers:
+        sys.exit(
+            f"--cutoffs {args.cutoffs[-1]}: the model has {layers} layers, so the "
+            f"last cutoff is {layers - 1}"
+        )
+    longest = config.max_position_embeddings
+    if args.context_length > longest:
+        sys.exit(f"--context-length {args.context_length}: the model takes {longest}")
+    return config
+
+
+def load_model(args: argparse.Namespace) -> nn.Module:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model {args.model}: {error}")
+    return model.to(args.device).eval()
+
+
+def read_texts(args: argparse.Namespace) -> list[str]:
+    """The texts that the options name, none of them blank."""
+    if args.text is None:
+        if not args.archive.is_file():
+            sys.exit(f"--archive {args.archive}: no such file; or name a --text")
+        sys.path.insert(0, str(EXAMPLES / "reference_model"))
+        from corpus import read
+
+        return list(read(args.archive, held_out=False).values())
+    texts = []
+    for path in args.text:
+        if path.is_dir():
+            texts += read_folder(path)
+            continue
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            sys.exit(f"--text {path}: {error}")
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        sys.exit(f"--text {' '.join(map(str, args.text))}: nothing but blanks")
+    return texts
+
+
+def read_folder(folder: Path) -> list[str]:
+    """Its UTF-8 files, those of visible folders below it as well."""
+    texts = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if hidden or not path.is_file():
+            continue
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue  # a picture or the like
+        except OSError as error:
+            sys.exit(f"--text {folder}: {error}")
+    if not texts:
+        sys.exit(f"--text {folder}: no UTF-8 file in this folder")
+    return texts
+
+
+def usable(window: Sequence[int]) -> int:
+    """Tokens of a window that have one before them and one after."""
+    return max(len(window) - 2, 0)
+
+
+def count(windows: Sequence[Sequence[int]]) -> int:
+    return sum(map(usable, windows))
+
+
+def cut(tokenizer, texts: list[str], context: int, tokens: int) -> list[list[int]]:
+    """Windows of the texts in random order, those of a text together.
+
+    Each begins as the tokenizer begins a text. Windows of the same text do not
+    overlap.
+
+    Returns:
+        Up to `tokens` usable tokens.
+    """
+    generator = random.Random(0)
+    prefix = tokenizer("")["input_ids"]
+    size = context - len(prefix)
+    most = math.ceil(tokens / MIN_TEXTS / (context - 2))
+    first: list[tuple[int, list[int]]] = []
+    spare: list[tuple[int, list[int]]] = []
+    found = 0
+    order = generator.sample(range(len(texts)), len(texts))
+    for rank, index in enumerate(order):
+        # verbose=False: no warning that a text is longer than the model's context.
+        ids = tokenizer(texts[index], add_special_tokens=False, verbose=False)
+        ids = ids["input_ids"]
+        windows = [prefix + ids[i : i + size] for i in range(0, len(ids), size)]
+        windows = [window for window in windows if usable(window)]
+        generator.shuffle(windows)
+        first += [(rank, window) for window in windows[:most]]
+        spare += [(rank, window) for window in windows[most:]]
+        found += count(windows[:most])
+        if found >= tokens:
+            break
+    chosen = []
+    for rank, window in first + spare:
+        if tokens <= 0:
+            break
+        chosen.append((rank, window[: tokens + 2]))
+        tokens -= usable(window)
+    return [window for _, window in sorted(chosen, key=lambda pair: pair[0])]
+
+
+def split(
+    windows: list[list[int]], holdout: float
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Holds the last windows out, so that at most one text is on both sides."""
+    wanted = holdout * count(windows)
+    first = len(windows)
+    while count(windows[first:]) < wanted:
+        first -= 1
+    return windows[:first], windows[first:]
+
+
+def check_size(args, hidden: int, fitted, held_out) -> None:
+    if count(fitted) <= hidden or count(held_out) < MIN_HELD_OUT:
+        sys.exit(
+            f"--tokens {args.tokens}: the text gives {count(fitted)} to fit and "
+            f"{count(held_out)} held out; a fit of {hidden} features takes more than "
+            f"{hidden} and {MIN_HELD_OUT}. Raise --tokens or give more --text"
+        )
+
+
+def check_finite(args: argparse.Namespace, rows: Rows) -> None:
+    if not np.isfinite(rows.kl).all() or not rows.features.isfinite().all():
+        sys.exit(f"--dtype {args.dtype}: the model's states or logits overflow")
+
+
+class Exits:
+    """A causal model with exits after some of its layers.
+
+    Args:
+        model: a Llama, Mistral, Qwen2, Qwen3 or OPT of Transformers.
+        cutoffs: numbers of layers, from 1 to one less than the model has.
+    """
+
+    def __init__(self, model: nn.Module, cutoffs: Sequence[int]):
+        self._model = model
+        decoder = getattr(model.model, "decoder", model.model)
+        self._decoder = decoder
+        if decoder is model.model:
+            tail = [decoder.norm]
+        else:  # OPT; 350m has no final norm, most have no projection
+            tail = [decoder.final_layer_norm, decoder.project_out]
+        self._tail = [module for module in tail if module is not None]
+        self._states: dict[int, torch.Tensor] = {}
+        self._cutoffs = cutoffs
+        for cutoff in cutoffs:
+            decoder.layers[cutoff - 1].register_forward_hook(self._keep(cutoff))
+
+    def _keep(self, cutoff: int):
+        def hook(module, inputs, output) -> None:
+            is_tuple = isinstance(output, tuple)
+            self._states[cutoff] = output[0] if is_tuple else output
+
+        return hook
+
+    @torch.inference_mode()
+    def rows(self, windows: list[list[int]], batch_size: int) -> Iterator[Rows]:
+        """The usable tokens of each window, in order."""
+        device = self._model.device
+        for begin in range(0, len(windows), batch_size):
+            batch = windows[begin : begin + batch_size]
+            # Filled up on the right, where causal attention does not look.
+            ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.int64)
+            for row, window in zip(ids, batch):
+                row[: len(window)] = torch.tensor(window)
+            ids = ids.to(device)
+            full = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+            for i, window in enumerate(batch):
+                end = len(window) - 1
+                states = [self._states[cutoff][i, :end] for cutoff in self._cutoffs]
+                yield self._window(full[i, :end], states, ids[i, 1 : end + 1])
+            self._states.clear()
+
+    def _window(self, full, states, following) -> Rows:
+        head = self._model.get_output_embeddings()
+        step = max(LOGITS_AT_ONCE // head.weight.shape[0], 1)
+        parts = []
+        for begin in range(0, len(following), step):
+            rows = slice(begin, begin + step)
+            next_ids = following[rows, None]
+            p = head(full[rows]).float().log_softmax(-1)
+            base = [entropy(p), -p.gather(-1, next_ids)[:, 0]]
+            leaving = []
+            for state in states:
+                x = state[rows]
+                for module in self._tail:
+                    x = module(x)
+                q = head(x).float().log_softmax(-1)
+                kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)
+                agrees = p.argmax(-1) == q.argmax(-1)
+                nll = -q.gather(-1, next_ids)[:, 0]
+                leaving.append(torch.stack([kl, entropy(q), nll, agrees]))
+            parts.append((torch.stack(base), torch.stack(leaving)))
+        base = torch.cat([part[0] for part in parts], -1).double().cpu().numpy()
+        leaving = torch.cat([part[1] for part in parts], -1).double().cpu().numpy()
+        kl, exit_entropy, exit_nll, agrees = leaving[:, :, 1:].swapaxes(0, 1)
+        return Rows(
+            features=torch.stack([features(state[1:]) for state in states]),
+            kl=kl,
+            exit_entropy=exit_entropy,
+            exit_nll=exit_nll,
+            agrees=agrees.astype(bool),
+            full_nll=base[1, 1:],
+            lagged_entropy=base[0, :-1],
+        )
+
+
+def features(states: torch.Tensor) -> torch.Tensor:
+    """float32 of the states' shape: each divided by its root mean square."""
+    x = states.float()
+    return x / (x.square().mean(-1, keepdim=True) + RMS_EPSILON).sqrt()
+
+
+def target(kl: np.ndarray) -> np.ndarray:
+    return np.log(kl + KL_EPSILON)
+
+
+def entropy(logprobs: torch.Tensor) -> torch.Tensor:
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def progress(exits: Exits, windows, batch_size: int, name: str) -> Iterator[Rows]:
+    with tqdm(total=count(windows), desc=name, unit="tok", leave=False) as bar:
+        for rows in exits.rows(windows, batch_size):
+            yield rows
+            bar.update(len(rows.full_nll))
+
+
+class NormalEquations:
+    """Sums of a least-squares fit, in float64, as tokens come by."""
+
+    def __init__(self, size: int):
+        self.count = 0
+        self._x = torch.zeros(size, dtype=torch.float64)
+        self._y = 0.0
+        self._xx = torch.zeros(size, size, dtype=torch.float64)
+        self._xy = torch.zeros(size, dtype=torch.float64)
+
+    def add(self, x: torch.Tensor, y: np.ndarray) -> None:
+        """Takes in features `[n, size]` and targets `[n]`."""
+        x = x.double()
+        values = torch.from_numpy(y).to(x.device)
+        if self._xx.device != x.device:
+            self._x, self._xx, self._xy = (
+                sums.to(x.device) for sums in (self._x, self._xx, self._xy)
+            )
+        self.count += len(x)
+        self._x += x.sum(0)
+        self._y += float(values.sum())
+        self._xx.addmm_(x.T, x)
+        self._xy.addmv_(x.T, values)
+
+    def solve(self, strengths: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Minimises the mean square error + strength * |weight|², the intercept free.
+
+        Returns:
+            Weights float64 `[strengths, size]` and intercepts `[strengths]`.
+        """
+        mean = self._x / self.count
+        centred = self._xx / self.count - torch.outer(mean, mean)
+        moment = self._xy / self.count - mean * (self._y / self.count)
+        values, vectors = torch.linalg.eigh(centred)
+        along = vectors.T @ moment
+        weights = torch.stack(
+            [vectors @ (along / (values.clamp(min=0) + s)) for s in strengths]
+        )
+        return weights, self._y / self.count - weights @ mean
+
+
+def measure(args, exits: Exits, windows, solutions) -> HeldOut:
+    """Runs the held-out windows and predicts them with every solution."""
+    parts = []
+    for rows in progress(exits, windows, args.batch_size, "held out"):
+        check_finite(args, rows)
+        predicted = [
+            (x.double() @ weights.T + bias).T.cpu().numpy()
+            for x, (weights, bias) in zip(rows.features, solutions)
+        ]
+        parts.append((np.stack(predicted), *rows[1:]))
+    return HeldOut(*(np.concatenate(column, -1) for column in zip(*parts)))
+
+
+def pick(solutions, held_out: HeldOut, tokens: int) -> tuple[Probe, list[np.ndarray]]:
+    """Takes the strength with the least square error for each cutoff.
+
+    Returns:
+        The probe and its predictions of the held-out part.
+    """
+    errors = held_out.predicted - target(held_out.kl)[:, None]
+    best = np.square(errors).mean(-1).argmin(-1)
+    weight = torch.stack([w[i] for (w, _), i in zip(solutions, best)])
+    bias = torch.stack([b[i] for (_, b), i in zip(solutions, best)])
+    strengths = [STRENGTHS[i] for i in best]
+    probe = Probe(weight.float().cpu(), bias.float().cpu(), strengths, tokens)
+    return probe, [p[i] for p, i in zip(held_out.predicted, best)]
+
+
+def compare(held_out: HeldOut, index: int, predicted: np.ndarray) -> list[Outcome]:
+    """Lets the tokens of the lowest scores leave at the cutoff `index`.
+
+    Random leavers are not drawn; the figures are what they come to on average.
+    """
+    kl = held_out.kl[index]
+    exit_nll, full_nll = held_out.exit_nll[index], held_out.full_nll
+    agrees = held_out.agrees[index]
+    scores = {
+        "random": None,
+        "probe": predicted,
+        "entropy at the exit": held_out.exit_entropy[index],
+        "lagged entropy": held_out.lagged_entropy,
+        "oracle": kl,
+    }
+    outcomes = []
+    for share in LEAVING:
+        leavers = round(share * len(kl))
+        found = []
+        for name, score in scores.items():
+            if score is None:
+                leaves = np.full(len(kl), leavers / len(kl))
+                correlation = 0.0
+            else:
+                leaves = np.zeros(len(kl))
+                leaves[np.argsort(score, kind="stable")[:leavers]] = 1
+                correlation = float(spearmanr(score, kl).statistic)
+            rise = math.expm1((leaves * (exit_nll - full_nll)).mean())
+            agreement = 1 - (leaves * ~agrees).mean()
+            outcome = (share, name, correlation, (leaves * kl).mean(), rise, agreement)
+            found.append(Outcome(*outcome, math.nan))
+        worst, best = found[0].rise, found[-1].rise
+        gap = worst - best if worst > best else math.nan
+        outcomes += [o._replace(closed=(worst - o.rise) / gap) for o in found]
+    return outcomes
+
+
+def write(path: Path, probe: Probe, cutoffs: Sequence[int], config) -> None:
+    """Puts the whole file in place at once, or leaves the old one."""
+    metadata = {
+        "format": FORMAT,
+        "cutoffs": ",".join(map(str, cutoffs)),
+        "num_layers": str(config.num_hidden_layers),
+        "hidden_size": str(config.hidden_size),
+        "model_type": config.model_type,
+        "tokens": str(probe.tokens),
+    }
+    tensors = {"weight": probe.weight.contiguous(), "bias": probe.bias.contiguous()}
+    data = save(tensors, metadata)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        sys.exit(f"--output {path}: {error}")
+
+
+def show(args: argparse.Namespace, report: Report) -> None:
+    """Prints what was fitted and a table a cutoff."""
+    console = Console(width=88)
+    probe, held_out = report.probe, report.held_out
+    console.print(
+        f"{args.model}\n"
+        f"{probe.tokens} tokens fitted, {len(held_out.full_nll)} held out, perplexity "
+        f"{math.exp(held_out.full_nll.mean()):.4f} at full depth\n"
+        "Teacher forcing with full-depth attention: leavers are scored by the exit, "
+        "the other tokens by full depth.\n"
+        "mean KL: the leavers' sum by all tokens; closed: how much of the gap in "
+        "perplexity between random and oracle; agrees: with full depth's greedy "
+        "choice.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for i, cutoff in enumerate(args.cutoffs):
+        title = (
+            f"Leaving after {cutoff} layers: mean KL {held_out.kl[i].mean():.4f}, "
+            f"ridge strength {probe.strengths[i]:g}"
+        )
+        console.print(table(title, report.outcomes[i]))
+    console.print(f"Written to {args.output}", highlight=False, soft_wrap=True)
+
+
+def table(title: str, outcomes: list[Outcome]) -> Table:
+    result = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    result.add_column("leaving", justify="right")
+    result.add_column("policy", no_wrap=True)
+    for column in ("Spearman", "mean KL", "perplexity", "agrees", "closed"):
+        result.add_column(column, justify="right")
+    for i, outcome in enumerate(outcomes):
+        first = i == 0 or outcome.leaving != outcomes[i - 1].leaving
+        last = i + 1 < len(outcomes) and outcome.leaving != outcomes[i + 1].leaving
+        result.add_row(
+            f"{outcome.leaving:.0%}" if first else "",
+            outcome.policy,
+            f"{outcome.spearman:.3f}" if outcome.policy != "random" else "",
+            f"{outcome.kl:.4f}",
+            f"{outcome.rise:+.2%}",
+            f"{outcome.agreement:.4f}",
+            f"{outcome.closed:.1%}",
+            end_section=last,
+        )
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`examples/utio_calibrate.py` against the same figures taken the plain way."""
+
+import io
+import json
+import math
+import os
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from scipy.stats import spearmanr
+from tiny_models import CONFIGS, make_tokenizer, save_model
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
+LAYERS, HIDDEN = 6, 128
+CUTOFFS = [2, 5]
+CONTEXT = 64
+TEXTS = [ROOT / "tests" / name for name in ("oracle.py", "scoring.py", "conftest.py")]
+FLOAT32_TOLERANCE = 5e-4
+"""Of a divergence in nats, from float32 logits of up to about ±40."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a tiny model, made when first asked for."""
+    made = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = save_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def windows() -> list[list[int]]:
+    """Of several lengths, the shortest there is among them."""
+    ids = make_tokenizer()(Path(__file__).read_text())["input_ids"]
+    lengths = [CONTEXT, 3, 17, CONTEXT, 40]
+    return [ids[100 * i : 100 * i + length] for i, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def fitted(folder, tmp_path_factory):
+    """A run of the program on two cutoffs: its file, its report, its arguments."""
+    import utio_calibrate
+
+    output = tmp_path_factory.mktemp("fitted") / "probe.safetensors"
+    argv = arguments(folder("deep_llama"), output, "--tokens", "3000")
+    argv += ["--holdout", "0.3"]
+    return output, utio_calibrate.main(argv), utio_calibrate.parse_args(argv)
+
+
+def arguments(model: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--model", str(model), "--output", str(output), "--device", "cpu"),
+        *("--cutoffs", *map(str, CUTOFFS), "--context-length", str(CONTEXT)),
+        *("--text", *map(str, TEXTS), *more),
+    ]
+
+
+def plain(folder: Path, windows, cutoff: int) -> SimpleNamespace:
+    """The same numbers, window by window: the exit is a model of fewer layers.
+
+    Its state is what its last layer returns, its logits are its own forward's.
+    """
+    full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    short = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    decoder = getattr(short.model, "decoder", short.model)
+    decoder.layers = decoder.layers[:cutoff]
+    states = []
+    decoder.layers[-1].register_forward_hook(lambda m, i, out: states.append(out[0]))
+    columns = {}
+
+    def keep(**values) -> None:
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value.double().numpy())
+
+    for window in windows:
+        ids = torch.tensor([window])
+        with torch.no_grad():
+            p = full(ids).logits[0].double().log_softmax(-1)
+            q = short(ids).logits[0].double().log_softmax(-1)
+        state = states.pop()[1:-1].double()
+        following = ids[0, 2:]
+        here = slice(1, -1)
+        keep(
+            features=state / (state.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(),
+            kl=kl_div(q, p, reduction="none", log_target=True).sum(-1)[here],
+            exit_entropy=torch.distributions.Categorical(logits=q[here]).entropy(),
+            exit_nll=cross_entropy(q[here], following, reduction="none"),
+            agrees=p.argmax(-1)[here] == q.argmax(-1)[here],
+            full_nll=cross_entropy(p[here], following, reduction="none"),
+            lagged_entropy=torch.distributions.Categorical(logits=p[:-2]).entropy(),
+        )
+    return SimpleNamespace(**{name: np.concatenate(c) for name, c in columns.items()})
+
+
+def collect(folder: Path, windows, cutoffs=CUTOFFS, batch_size=3) -> list:
+    from utio_calibrate import Exits
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return list(Exits(model, cutoffs).rows(windows, batch_size))
+
+
+def ridge(x: np.ndarray, y: np.ndarray, strength: float) -> tuple[np.ndarray, float]:
+    """By lstsq on a matrix with `size` more rows that pull the weights to 0."""
+    n, size = x.shape
+    pull = math.sqrt(strength * n) * np.eye(size)
+    rows = np.concatenate([x - x.mean(0), pull])
+    weight = np.linalg.lstsq(rows, np.append(y - y.mean(), np.zeros(size)), rcond=None)
+    return weight[0], y.mean() - x.mean(0) @ weight[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_and_divergences_are_those_of_a_model_cut_short(family, folder, windows):
+    rows = collect(folder(family), windows)
+    assert [len(row.full_nll) for row in rows] == [len(w) - 2 for w in windows]
+    for i, cutoff in enumerate(CUTOFFS):
+        truth = plain(folder(family), windows, cutoff)
+        features = torch.cat([row.features[i] for row in rows])
+        assert features.dtype == torch.float32
+        np.testing.assert_allclose(features, truth.features, atol=2e-5)
+        for name in ("kl", "exit_entropy", "exit_nll"):
+            found = np.concatenate([getattr(row, name)[i] for row in rows])
+            np.testing.assert_allclose(
+                found, getattr(truth, name), atol=FLOAT32_TOLERANCE, err_msg=name
+            )
+        for name in ("full_nll", "lagged_entropy"):
+            found = np.concatenate([getattr(row, name) for row in rows])
+            np.testing.assert_allclose(
+                found, getattr(truth, name), atol=FLOAT32_TOLERANCE, err_msg=name
+            )
+        agrees = np.concatenate([row.agrees[i] for row in rows])
+        assert (agrees == truth.agrees).all()
+        # The random exits of this one never choose as full depth does.
+        assert 0 < agrees.sum() < len(agrees) or family == "deep_opt_post"
+        assert truth.kl.mean() > 0.01  # else the comparison would say nothing
+
+
+@pytest.mark.parametrize("at_once", [1, 5000])
+def test_blocks_of_logits_change_nothing(at_once, folder, windows, monkeypatch):
+    whole = collect(folder("deep_llama"), windows)
+    monkeypatch.setattr("utio_calibrate.LOGITS_AT_ONCE", at_once)
+    for a, b in zip(whole, collect(folder("deep_llama"), windows, batch_size=1)):
+        for name, x, y in zip(a._fields, a, b):
+            np.testing.assert_allclose(x, y, atol=FLOAT32_TOLERANCE, err_msg=name)
+
+
+def test_the_fit_is_numpys(fitted, folder):
+    from utio_calibrate import STRENGTHS, cut, split
+
+    output, report, args = fitted
+    texts = [path.read_text() for path in TEXTS]
+    tokens = cut(make_tokenizer(), texts, CONTEXT, args.tokens)
+    sides = split(tokens, args.holdout)
+    with safe_open(output, "numpy") as file:
+        weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
+    for i, cutoff in enumerate(CUTOFFS):
+        train, test = (plain(folder("deep_llama"), side, cutoff) for side in sides)
+        assert len(train.kl) + len(test.kl) == args.tokens
+        y = np.log(train.kl + 1e-4)
+        solutions = [ridge(train.features, y, s) for s in STRENGTHS]
+        errors = [
+            np.square(test.features @ w + b - np.log(test.kl + 1e-4)).mean()
+            for w, b in solutions
+        ]
+        best = int(np.argmin(errors))
+        assert report.probe.strengths[i] == STRENGTHS[best]
+        # Rounding of the float32 states is what they differ by.
+        scale = np.abs(solutions[best][0]).max()
+        np.testing.assert_allclose(weight[i], solutions[best][0], atol=2e-3 * scale)
+        expected = test.features @ solutions[best][0] + solutions[best][1]
+        np.testing.assert_allclose(
+            test.features @ weight[i] + bias[i], expected, atol=2e-3
+        )
+
+
+def test_normal_equations_in_pieces_are_ridge():
+    from utio_calibrate import STRENGTHS, NormalEquations
+
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(500, 20)) + rng.normal(size=20)).astype(np.float32)
+    y = rng.normal(size=500) + x[:, 3]
+    sums = NormalEquations(20)
+    for begin in range(0, 500, 70):
+        piece = slice(begin, begin + 70)
+        sums.add(torch.from_numpy(x[piece]), y[piece])
+    weights, intercepts = sums.solve(STRENGTHS)
+    for strength, weight, intercept in zip(STRENGTHS, weights, intercepts):
+        expected = ridge(x.astype(np.float64), y, strength)
+        np.testing.assert_allclose(weight, expected[0], atol=1e-9)
+        np.testing.assert_allclose(intercept, expected[1], atol=1e-9)
+
+
+def test_columns_that_are_sums_of_others_are_no_matter():
+    from utio_calibrate import NormalEquations
+
+    x = np.random.default_rng(0).normal(size=(300, 4))
+    x = np.concatenate([x, x[:, :1] + x[:, 1:2], np.ones((300, 1))], 1)
+    sums = NormalEquations(6)
+    sums.add(torch.from_numpy(x).float(), x[:, 0] * 2 + 1)
+    weights, intercepts = sums.solve([1e-6])
+    assert weights.isfinite().all()
+    np.testing.assert_allclose(x @ weights[0].numpy() + intercepts[0].item(),
+                               x[:, 0] * 2 + 1, atol=1e-4)  # fmt: skip
+
+
+def test_the_file_says_what_it_is(fitted):
+    output, report, args = fitted
+    with safe_open(output, "pt") as file:
+        assert sorted(file.keys()) == ["bias", "weight"]
+        weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
+        metadata = file.metadata()
+    assert weight.dtype == bias.dtype == torch.float32
+    assert weight.shape == (len(CUTOFFS), HIDDEN) and bias.shape == (len(CUTOFFS),)
+    assert metadata == {
+        "format": "utio-calibration-1",
+        "cutoffs": "2,5",
+        "num_layers": str(LAYERS),
+        "hidden_size": str(HIDDEN),
+        "model_type": "llama",
+        "tokens": str(args.tokens - len(report.held_out.full_nll)),
+    }
+    assert len(report.held_out.full_nll) >= args.holdout * args.tokens
+    assert report.probe.tokens == int(metadata["tokens"])
+
+
+def test_the_figures_are_those_of_letting_the_lowest_leave(fitted):
+    from utio_calibrate import STRENGTHS
+
+    _, report, _ = fitted
+    held = report.held_out
+    for i in range(len(CUTOFFS)):
+        kl, picked = held.kl[i], STRENGTHS.index(report.probe.strengths[i])
+        scores = {
+            "probe": held.predicted[i, picked],
+            "entropy at the exit": held.exit_entropy[i],
+            "lagged entropy": held.lagged_entropy,
+            "oracle": kl,
+        }
+        outcomes = {(o.leaving, o.policy): o for o in report.outcomes[i]}
+        assert len(outcomes) == 15
+        full = math.exp(held.full_nll.mean())
+        for share in (0.3, 0.5, 0.7):
+            count = round(share * len(kl))
+            for name, score in scores.items():
+                ranked = sorted(range(len(kl)), key=score.__getitem__)
+                leavers = set(ranked[:count])
+                tokens = range(len(kl))
+                nll = [held.exit_nll[i, t] if t in leavers else held.full_nll[t]
+                       for t in tokens]  # fmt: skip
+                found = outcomes[share, name]
+                rise = math.exp(np.mean(nll)) / full - 1
+                agreement = np.mean(
+                    [held.agrees[i, t] or t not in leavers for t in tokens]
+                )
+                assert found.kl == pytest.approx(sum(kl[list(leavers)]) / len(kl))
+                assert found.rise == pytest.approx(rise)
+                assert found.agreement == pytest.approx(agreement)
+                assert found.spearman == pytest.approx(spearmanr(score, kl).statistic)
+                random = outcomes[share, "random"].rise
+                oracle = outcomes[share, "oracle"].rise
+                if random > oracle:
+                    closed = (random - rise) / (random - oracle)
+                    assert found.closed == pytest.approx(closed)
+            # What drawn leavers come to on average.
+            rng = np.random.default_rng(0)
+            drawn = np.array([rng.permutation(len(kl))[:count] for _ in range(2000)])
+            by_hand = kl[drawn].sum(1) / len(kl)
+            error = 4 * by_hand.std() / math.sqrt(len(by_hand))
+            random = outcomes[share, "random"]
+            assert random.kl == pytest.approx(by_hand.mean(), abs=error)
+            assert random.closed == 0 or math.isnan(random.closed)
+
+
+def test_a_cost_that_is_in_the_state_is_found(tmp_path):
+    """Only the last layer does anything, and only for tokens whose embedding is
+    positive in one direction. So a linear probe can tell them apart."""
+    import utio_calibrate
+
+    options = CONFIGS["deep_llama"].to_dict() | {"tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**options)).float()
+    size = 40.0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings = model.model.embed_tokens.weight
+        embeddings[:, 0] = torch.where(torch.rand(len(embeddings)) < 0.5, 1.0, -1.0)
+        mlp = model.model.layers[-1].mlp
+        mlp.gate_proj.weight.zero_()
+        mlp.gate_proj.weight[:, 0] = size  # silu of it is 0 or large
+        mlp.down_proj.weight.normal_(std=0.02)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    report = utio_calibrate.main(
+        arguments(tmp_path / "model", tmp_path / "probe.safetensors")
+    )
+    costs_nothing = (report.held_out.kl[0] < 1e-4).mean()
+    assert 0.2 < costs_nothing < 0.8  # the plant is there
+    for outcomes in report.outcomes:
+        for outcome in outcomes:
+            if outcome.policy == "probe":
+                assert outcome.spearman > 0.7
+                if outcome.leaving < costs_nothing:
+                    assert outcome.kl < 1e-4
+                    assert outcome.agreement > 0.999
+
+
+def test_windows_hold_each_token_once_and_start_as_the_tokenizer_does():
+    from utio_calibrate import count, cut, split
+
+    class Letters:
+        """A token a letter, and a first one that begins every text."""
+
+        def __call__(self, text, add_special_tokens=True, verbose=True):
+            ids = [ord(letter) for letter in text]
+            return {"input_ids": [0] * add_special_tokens + ids}
+
+    texts = ["".join(chr(1000 * i + j) for j in range(98 * i)) for i in (1, 2, 3)]
+    everything = cut(Letters(), texts, 10, 10**6)
+    assert all(window[0] == 0 and 3 <= len(window) <= 10 for window in everything)
+    ids = [i for window in everything for i in window[1:]]
+    assert sorted(ids) == sorted(ord(letter) for text in texts for letter in text)
+    owners = [window[1] // 1000 for window in everything]
+    assert sum(a != b for a, b in zip(owners, owners[1:])) == 2  # texts together
+
+    some = cut(Letters(), texts, 10, 100)
+    assert count(some) == 100
+    assert some == cut(Letters(), texts, 10, 100)
+    fitted, held_out = split(some, 0.25)
+    assert fitted + held_out == some
+    assert 25 <= count(held_out) < 25 + 8
+
+
+def test_no_text_takes_all_while_others_have_some():
+    from utio_calibrate import cut
+
+    class Words:
+        def __call__(self, text, **kwargs):
+            return {"input_ids": [int(word) for word in text.split()]}
+
+    texts = [" ".join([str(i)] * 1200) for i in range(300)]
+    windows = cut(Words(), texts, 12, 1000)
+    assert len({window[0] for window in windows}) == 100
+
+
+def options(**given) -> SimpleNamespace:
+    return SimpleNamespace(**({"text": None, "archive": Path("none.tar.gz")} | given))
+
+
+def test_folders_give_their_utf8_files(tmp_path):
+    from utio_calibrate import read_texts
+
+    (tmp_path / "below").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "a.txt").write_text("ä", encoding="utf-8")
+    (tmp_path / "below" / "b").write_text("b")
+    (tmp_path / "blank").write_text(" \n")
+    (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / ".hidden" / "c").write_text("c")
+    assert read_texts(options(text=[tmp_path])) == ["ä", "b"]
+
+
+def test_the_default_text_is_what_the_reference_model_was_trained_on(tmp_path):
+    from utio_calibrate import parse_args, read_texts
+
+    sys.path.insert(0, str(ROOT / "examples" / "reference_model"))
+    from corpus import is_held_out
+
+    names = [f"vllm/file_{i}.py" for i in range(300)]
+    held_out = [name for name in names if is_held_out(name)]
+    assert 0 < len(held_out) < 30
+    archive = tmp_path / "archive.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in names:
+            member = tarfile.TarInfo(f"vllm-1/{name}")
+            member.size = len(name)
+            tar.addfile(member, io.BytesIO(name.encode()))
+    argv = ["--cutoffs", "1", "--output", str(tmp_path / "x"), "--device", "cpu"]
+    args = parse_args([*argv, "--archive", str(archive)])
+    assert sorted(read_texts(args)) == sorted(set(names) - set(held_out))
+    assert args.model == str(ROOT / "examples/reference_model/model")
+    assert (args.tokens, args.context_length, args.holdout) == (100_000, 256, 0.2)
+
+
+REFUSED = {
+    "cutoff 0": (["--cutoffs", "0"], "--cutoffs"),
+    "all layers": (["--cutoffs", "2", str(LAYERS)], "--cutoffs"),
+    "more layers": (["--cutoffs", str(LAYERS + 3)], "--cutoffs"),
+    "a cutoff twice": (["--cutoffs", "3", "3"], "--cutoffs"),
+    "few tokens": (["--tokens", "100"], "--tokens"),
+    "no tokens": (["--tokens", "0"], "--tokens"),
+    "no such text": (["--text", "no/such/file"], "--text"),
+    "no text named": (["--text"], "--text"),
+    "no such model": (["--model", "/no/such/model"], "--model"),
+    "context of 3": (["--context-length", "3"], "--context-length"),
+    "long context": (["--context-length", "513"], "--context-length"),
+    "all held out": (["--holdout", "1"], "--holdout"),
+    "empty batch": (["--batch-size", "0"], "--batch-size"),
+    "no such device": (["--device", "abacus"], "--device"),
+    "no such folder": (["--output", "/no/such/folder/x"], "--output"),
+}
+
+
+def refusal(argv: list[str], capsys) -> str:
+    import utio_calibrate
+
+    with pytest.raises(SystemExit) as caught:
+        utio_calibrate.main(argv)
+    assert caught.value.code not in (0, None)
+    printed = capsys.readouterr().err.splitlines()
+    return str(caught.value.code) if caught.value.code != 2 else printed[-1]
+
+
+@pytest.mark.parametrize(("more", "option"), REFUSED.values(), ids=REFUSED)
+def test_refusals_name_the_option(more, option, folder, tmp_path, capsys):
+    output = tmp_path / "probe.safetensors"
+    assert option in refusal(arguments(folder("deep_llama"), output, *more), capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["not UTF-8", "blank", "empty folder"])
+def test_texts_that_cannot_be_read_are_refused(kind, folder, tmp_path, capsys):
+    text = tmp_path / "text"
+    if kind == "empty folder":
+        text.mkdir()
+    else:
+        text.write_bytes(b"\xff\xfe\xfd" if kind == "not UTF-8" else b" \n")
+    output = tmp_path / "probe.safetensors"
+    argv = arguments(folder("deep_llama"), output, "--text", str(text))
+    message = refusal(argv, capsys)
+    assert "--text" in message and str(text) in message
+    assert not output.exists()
+
+
+def test_a_missing_archive_is_refused(folder, tmp_path, capsys):
+    argv = ["--model", str(folder("deep_llama")), "--cutoffs", "2", "--device", "cpu"]
+    argv += ["--archive", str(tmp_path / "no"), "--output", str(tmp_path / "x")]
+    message = refusal(argv, capsys)
+    assert "--archive" in message and "--text" in message
+
+
+def test_other_families_are_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    message = refusal(arguments(tmp_path, tmp_path / "x"), capsys)
+    assert "--model" in message and "gpt2" in message
+
+
+def test_overflow_is_refused_not_fitted(folder, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(folder("deep_llama"))
+    with torch.no_grad():
+        model.model.layers[4].mlp.down_proj.weight.fill_(math.inf)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    output = tmp_path / "probe.safetensors"
+    assert "--dtype" in refusal(arguments(tmp_path / "model", output), capsys)
+    assert not output.exists()
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    from utio_calibrate import Probe, write
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    output = tmp_path / "probe.safetensors"
+    output.write_bytes(b"old")
+    probe = Probe(torch.zeros(1, HIDDEN), torch.zeros(1), [1.0], 1)
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(SystemExit, match="--output.*disk full"):
+        write(output, probe, [2], CONFIGS["deep_llama"])
+    assert output.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_what_is_printed(fitted, capsys):
+    from utio_calibrate import show
+
+    _, report, args = fitted
+    show(args, report)
+    printed = capsys.readouterr().out
+    assert "eacher forcing with full-depth attention" in printed
+    lines = printed.splitlines()
+    assert max(map(len, lines[4:-1])) <= 88 and "…" not in printed
+    assert str(args.output) in lines[-1]
+    for word in ("random", "probe", "entropy at the exit", "lagged entropy", "oracle"):
+        rows = [line for line in lines[4:] if f" {word} " in line]
+        assert len(rows) == 3 * len(CUTOFFS)
+    for cutoff in CUTOFFS:
+        assert f"Leaving after {cutoff} layers" in printed

@@ -35,15 +35,16 @@ Their keys and values fill caches several times over, and prefill stays bearable
 NEVER = 10**6
 LONGEST = 1024 + max(12 * ROUNDS, 256)
 
-FULL, STAIRCASE, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
+FULL, STAIRCASE, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
     "full depth",
     "staircase",
+    "probes at the cutoffs",
     "buckets",
     f"all leave at {UNIFORM}",
     "scores, but one bucket",
     "batch too small",
 )
-WAYS = (STAIRCASE, BUCKETS, TRUNCATED, SCORED, FALLBACK)
+WAYS = (STAIRCASE, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,11 @@ def way(llm, name: str):
     """Makes the engine take one of the ways."""
     router = runner(llm).depth_router
     config, before = router.config, vars(router.config).copy()
+    policy = router.policy
     if name == FULL:
         runner(llm).depth_router = None
+    elif name == PROBES:
+        router.policy = probes(llm)
     elif name == BUCKETS:
         config.schedule = BUCKETS
     elif name == FALLBACK:
@@ -86,6 +90,18 @@ def way(llm, name: str):
     finally:
         vars(config).update(before)
         runner(llm).depth_router = router
+        router.policy = policy
+
+
+def probes(llm):
+    """A `CalibratedProbe` of random weights, with no file."""
+    import torch
+    from vllm.v1.worker.depth_policy import CalibratedProbe
+
+    policy = CalibratedProbe.__new__(CalibratedProbe)
+    policy.config = runner(llm).depth_router.config
+    policy.probes = {cutoff: (torch.randn(1024), 0.0) for cutoff in CUTOFFS[:-1]}
+    return policy
 
 
 def runner(llm):
@@ -239,6 +255,7 @@ def test_decode_steps(llm, tables, batch, context):
     model = CostModel(llm, batch, {batch, *counts, *at_least} - {0})
     predicted = {
         STAIRCASE: model.staircase(counts),
+        PROBES: model.staircase(counts),
         BUCKETS: model.buckets(counts),
         TRUNCATED: model.staircase([batch * (c == UNIFORM) for c in CUTOFFS]),
         SCORED: model.full(batch),

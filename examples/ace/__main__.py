@@ -16,7 +16,7 @@ if not __package__:  # run as a folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pydantic import ValidationError
-from pydantic_settings import CliApp
+from pydantic_settings import CliApp, SettingsError
 from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
@@ -32,6 +32,8 @@ from ace.settings import BenchSettings, RunSettings
 
 INTERRUPTED = 130  # exit status of a program that Ctrl-C stopped
 console = Console(highlight=False)
+if not console.is_terminal:
+    console.width = 100
 JOURNAL, PLAYBOOK, REPORT = "journal.jsonl", "playbook.json", "report.json"
 
 
@@ -120,6 +122,9 @@ def main(argv: list[str] | None = None) -> None:
         for problem in error.errors():
             name = ".".join(map(str, problem["loc"])).replace("_", "-")
             print(f"error: --{name}: {problem['msg']}", file=sys.stderr)
+        sys.exit(2)
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except (ClientError, JournalError, PlaybookError, SampleError) as error:
         console.print(f"[red]{type(error).__name__}[/]:", end=" ")

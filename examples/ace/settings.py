@@ -156,12 +156,14 @@ class RunSettings(Common):
     def identity(self, samples: list[prompts.Sample], start: Playbook) -> dict:
         """What must be the same for a run to go on. Not the provider, nor how many
         rounds."""
-        options = self.options().model_dump(exclude={"rounds", "stop_after"})
+        options = self.options().model_dump(
+            mode="json", exclude={"rounds", "stop_after"}
+        )
         given = prompts.digest(samples)
         return {
             "model": self.model,
             "samples": hashlib.sha256(given.encode()).hexdigest(),
-            "playbook": start.model_dump(),
+            "playbook": start.model_dump(mode="json"),
             **options,
         }
 

@@ -806,9 +806,7 @@ def test_where_greedy_outputs_part():
         completion([1, 2, 3], [1, 1, 0.5]),
     ]
     none = {"reflector": [], "curator": []}
-    tie, other = bench.compare(
-        {"generator": ours} | none, {"generator": theirs} | none
-    )
+    tie, other = bench.compare({"generator": ours} | none, {"generator": theirs} | none)
     assert (tie.index, tie.position, tie.ours, tie.theirs) == (1, 1, 2, 4)
     assert tie.our_gap == pytest.approx(1e-5) and tie.is_tie
     assert (other.index, other.position, other.ours, other.theirs) == (2, 2, None, 3)

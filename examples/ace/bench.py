@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three phases with transformers and with vLLM: the same model, prompts and machine.
+"""The three phases with transformers and with vLLM: one model, prompts and machine.
 
 The prompts of a phase are made from what vLLM said in the one before, so that all ways
 are timed on the same prompts. vLLM's prefix cache is emptied before each measurement:

@@ -600,7 +600,7 @@ class _OpenAI:
 
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Passing),
-            wait=wait_exponential_jitter(initial=0.2, max=10.0, jitter=0.2),
+            wait=wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2),
             stop=stop_after_delay(self.patience) | wrong_server,
             before_sleep=report,
             reraise=True,

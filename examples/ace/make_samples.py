@@ -33,9 +33,10 @@ def main() -> None:
         for answer, names in by_type.items():
             for _ in range(count // len(choices)):
                 name = names.pop()
+                question = f"In Python source code, is {name} an int or a str?"
                 part.append(
                     {
-                        "question": f"In Python source code, is {name} an int or a str?",
+                        "question": question,
                         "answer": answer,
                         "choices": choices,
                         "prefix": f"    {name}:",

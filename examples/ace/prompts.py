@@ -78,9 +78,10 @@ def reflector(
     """Asks what is to be learned from an answer."""
     system = (
         "Here are a question, an answer and the truth. Find out why the answer is "
-        "right or wrong, and which advice of the playbook helped or harmed. Write JSON: "
-        '{"lesson": "one short sentence of general use", "tags": {"b3": "helpful"}} '
-        "with helpful, harmful or neutral for each advice that was used."
+        "right or wrong, and which advice of the playbook helped or harmed. Write "
+        'JSON: {"lesson": "one short sentence of general use", "tags": '
+        '{"b3": "helpful"}} with helpful, harmful or neutral for each advice that was '
+        "used."
     )
     user = (
         f"Playbook:\n{playbook.render() or '(empty)'}\n\n"

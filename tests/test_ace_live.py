@@ -361,8 +361,9 @@ def test_bench(tmp_path, capsys, process_groups):
     ways = {bench.VLLM, bench.ONE, "transformers, 2 at once"}
     assert set(figures["seconds"]) == ways
     for seconds in figures["seconds"].values():
-        total = sum(seconds[phase][0] for phase in PHASES)
-        assert seconds["total"] == [pytest.approx(total)] and total > 0
+        for kind in bench.Times._fields:
+            total = sum(seconds[phase][kind][0] for phase in PHASES)
+            assert seconds["total"][kind] == [pytest.approx(total)] and total > 0
     assert json.loads((tmp_path / "out").read_text()) == figures
     shown = capsys.readouterr().out
     assert "sequential" in shown and "Greedy outputs" in shown

@@ -11,8 +11,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +35,15 @@ if not console.is_terminal:
     console.width = 100
 
 Work = dict[Phase, list[Conversation]]
+
+
+class Times(NamedTuple):
+    """Each `[repeats]`, in seconds."""
+
+    wall: list[float]
+    processor: list[float]  # of this process and those that it started
+
+
 VLLM, ONE = "vLLM", "transformers, one by one"
 
 
@@ -63,7 +73,7 @@ def run(settings: "BenchSettings") -> dict:
     ways = {ONE: 1}
     if settings.batched > 1:
         ways[f"transformers, {settings.batched} at once"] = settings.batched
-    seconds: dict[str, dict[str, list[float]]] = {}
+    seconds: dict[str, dict[str, Times]] = {}
     with settings.load("vllm") as client:
         work, said = make_work(client, samples, settings, sampling)
         fresh = client.engine.reset_prefix_cache
@@ -83,7 +93,7 @@ def run(settings: "BenchSettings") -> dict:
             if name == ONE:
                 theirs = top_two(client, work, sampling)
     for results in seconds.values():
-        results["total"] = [sum(times) for times in zip(*results.values())]
+        results["total"] = total([*results.values()])
     differences = compare(ours, theirs)
     figures = {
         "samples": len(samples),
@@ -94,8 +104,11 @@ def run(settings: "BenchSettings") -> dict:
         "generated_tokens": {
             phase: sum(len(c.token_ids) for c in said[phase]) for phase in PHASES
         },
-        "seconds": seconds,
-        "sequential_reflection": one_by_one,
+        "seconds": {
+            way: {phase: times._asdict() for phase, times in results.items()}
+            for way, results in seconds.items()
+        },
+        "sequential_reflection": one_by_one._asdict(),
         "same_prompts": all(
             a.prompt_token_ids == b.prompt_token_ids
             for phase in PHASES
@@ -149,8 +162,8 @@ def measure(
     repeats: int,
     name: str,
     fresh: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
-    """Seconds of each phase as one batch, `[repeats]`."""
+) -> dict[str, Times]:
+    """What each phase takes as one batch."""
     client.chat(work["generator"][:2], sampling["generator"])  # warms up
     return {
         phase: time_all(
@@ -165,14 +178,27 @@ def measure(
 
 def time_all(
     call: Callable[[], object], repeats: int, name: str, fresh: Callable[[], object]
-) -> list[float]:
-    seconds = []
+) -> Times:
+    times = Times([], [])
     for _ in tqdm(range(repeats), desc=name):
         fresh()
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), processor_seconds()
         call()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+        times.wall.append(time.perf_counter() - begin)
+        times.processor.append(processor_seconds() - processor)
+    return times
+
+
+def processor_seconds() -> float:
+    """Of this process and those that it started, since they began."""
+    this = psutil.Process()
+    used = [p.cpu_times() for p in (this, *this.children(recursive=True))]
+    return sum(times.user + times.system for times in used)
+
+
+def total(phases: Sequence[Times]) -> Times:
+    """Of all phases, repeat by repeat."""
+    return Times(*([sum(repeat) for repeat in zip(*kind)] for kind in zip(*phases)))
 
 
 def top_two(
@@ -223,38 +249,48 @@ def gap(completion: Completion, position: int) -> float | None:
 
 
 def show(figures: dict, ways: Iterable[str], differences: list[Difference]) -> None:
+    for kind in Times._fields:
+        console.print(phase_table(figures, ways, kind))
+    table = new_table("Reflection with vLLM, seconds", "")
+    for column in ("calls", *Times._fields, "ratio", "ratio, processor"):
+        table.add_column(column, justify="right")
+    batched = figures["seconds"][VLLM]["reflector"]
+    sequential = figures["sequential_reflection"]
+    for name, calls, times in (
+        ("batched", 1, batched),
+        ("sequential", figures["prompts"]["reflector"], sequential),
+    ):
+        table.add_row(
+            name,
+            str(calls),
+            *(spread(times[kind]) for kind in Times._fields),
+            *(ratio(times[kind], batched[kind]) for kind in Times._fields),
+        )
+    console.print(table)
+    show_agreement(figures, differences)
+
+
+def phase_table(figures: dict, ways: Iterable[str], kind: str) -> Table:
     seconds = figures["seconds"]
-    table = new_table(f"{figures['samples']} samples, seconds", "")
-    for column in ("prompts", "tokens in", "tokens out", *ways, VLLM):
+    table = new_table(f"{figures['samples']} samples, {kind} seconds", "")
+    for column in ("prompts", "tokens in", "out", *ways, VLLM):
         table.add_column(column, justify="right")
     for way in ways:
-        ratio = (
-            "ratio" if way == ONE else f"ratio, {way.removeprefix('transformers, ')}"
-        )
-        table.add_column(ratio, justify="right")
+        of = "" if way == ONE else f", {way.removeprefix('transformers, ')}"
+        table.add_column(f"ratio{of}", justify="right")
     for phase in (*PHASES, "total"):
         counts = [
             str(figures[name].get(phase, sum(figures[name].values())))
             for name in ("prompts", "prompt_tokens", "generated_tokens")
         ]
+        ours = seconds[VLLM][phase][kind]
         table.add_row(
             phase,
             *counts,
-            *(spread(seconds[way][phase]) for way in (*ways, VLLM)),
-            *(ratio(seconds[way][phase], seconds[VLLM][phase]) for way in ways),
+            *(spread(seconds[way][phase][kind]) for way in (*ways, VLLM)),
+            *(ratio(seconds[way][phase][kind], ours) for way in ways),
         )
-    console.print(table)
-    table = new_table("Reflection with vLLM, seconds", "")
-    for column in ("calls", "seconds", "ratio"):
-        table.add_column(column, justify="right")
-    batched, sequential = seconds[VLLM]["reflector"], figures["sequential_reflection"]
-    count = figures["prompts"]["reflector"]
-    table.add_row("batched", "1", spread(batched), "1.0×")
-    table.add_row(
-        "sequential", str(count), spread(sequential), ratio(sequential, batched)
-    )
-    console.print(table)
-    show_agreement(figures, differences)
+    return table
 
 
 def show_agreement(figures: dict, differences: list[Difference]) -> None:

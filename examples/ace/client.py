@@ -44,7 +44,7 @@ class Sampling(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    temperature: float = Field(0.0, ge=0, le=2)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: all
     seed: int | None = None
@@ -209,19 +209,20 @@ class _VLLM:
 
     def complete(self, conversations, sampling, top):
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-            logprobs=top or None,
-        )
         engine = self.llm.llm_engine
         waiting: dict[str, int] = {}
         try:
+            params = SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                stop=list(sampling.stop),
+                logprobs=top or None,
+            )
             for index, conversation in enumerate(conversations):
                 (request,) = self.llm.enqueue_chat(
                     [conversation],
@@ -238,7 +239,8 @@ class _VLLM:
                     if output.finished:
                         index = waiting.pop(output.request_id)
                         yield index, self._completion(output)
-        except ValueError as error:  # too long, or a setting that does not fit
+        except (ValueError, VLLMValidationError) as error:
+            # Too long, or a setting that does not fit.
             raise ClientError(f"{self.model}: {error}") from error
         finally:
             if waiting:

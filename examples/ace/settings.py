@@ -59,7 +59,7 @@ class Common(BaseSettings):
     transformers_batch: int = Field(
         1, ge=1, description="conversations that transformers generates at once"
     )
-    temperature: float = Field(0, ge=0, description="0: greedy")
+    temperature: float = Field(0, ge=0, le=2, description="0: greedy")
     top_p: float = Field(1, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0: all tokens")
     seed: int | None = Field(None, description="of sampling")

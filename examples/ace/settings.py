@@ -3,6 +3,7 @@
 ACE_BASE_URL, ACE_API_KEY, ..."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,13 @@ class Common(BaseSettings):
         }
 
     def load(self, provider: Provider, **options) -> LLMClient:
-        """Loads the model into this process."""
+        """Loads the model into this process. On a CPU vLLM's engine too has no process
+        of its own: they would only take the cores from each other."""
+        if provider == "vllm":
+            from vllm.platforms import current_platform
+
+            if current_platform.is_cpu():
+                os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         engine: dict[str, Any] = {"enforce_eager": self.enforce_eager}
         if self.model is None or Path(self.model).resolve() == REFERENCE_MODEL:
             engine |= REFERENCE_ENGINE

@@ -280,12 +280,15 @@ def show(figures: dict, ways: Iterable[str], differences: list[Difference]) -> N
 
 def phase_table(figures: dict, ways: Iterable[str], kind: str) -> Table:
     seconds = figures["seconds"]
-    table = new_table(f"{figures['samples']} samples, {kind} seconds", "")
-    for column in ("prompts", "tokens in", "out", *ways, VLLM):
-        table.add_column(column, justify="right")
-    for way in ways:
-        of = "" if way == ONE else f", {way.removeprefix('transformers, ')}"
-        table.add_column(f"ratio{of}", justify="right")
+    short = [way.removeprefix("transformers, ") for way in ways]
+    table = new_table(
+        f"{figures['samples']} samples, {kind} seconds: transformers "
+        f"{' and '.join(short)}, vLLM",
+        "",
+    )
+    for column in ("prompts", "tokens in", "out", *short, VLLM):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(f"ratios to {VLLM}", justify="right", no_wrap=True)
     for phase in (*PHASES, "total"):
         counts = [
             str(figures[name].get(phase, sum(figures[name].values())))
@@ -296,7 +299,7 @@ def phase_table(figures: dict, ways: Iterable[str], kind: str) -> Table:
             phase,
             *counts,
             *(spread(seconds[way][phase][kind]) for way in (*ways, VLLM)),
-            *(ratio(seconds[way][phase][kind], ours) for way in ways),
+            ", ".join(ratio(seconds[way][phase][kind], ours) for way in ways),
         )
     return table
 
@@ -336,7 +339,7 @@ def new_table(title: str, first: str) -> Table:
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     return table
 
 

@@ -8,6 +8,7 @@ The servers are V1's. Nothing here depends on the model runner.
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,9 @@ ARGUMENTS = [
     "--max-logprobs=400",
     "--served-model-name=llama",
 ]
+LONG = ["--max-tokens=80"]
+"""Of a command that is stopped in the middle: long enough not to be done before."""
+KILL_AFTER = 20  # tokens
 SLOW_SECONDS = 8
 WAIT_SECONDS = 600
 """Far more than anything takes; a machine may have other work."""
@@ -444,14 +448,63 @@ class Command:
     def wait(self) -> int:
         return self.process.wait(WAIT_SECONDS)
 
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def whole(servers, alone, tmp_path_factory) -> dict[int, list[int]]:
+    """What the command draws when nothing goes wrong."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    command = Command(servers, out, out.with_suffix(".log"), *LONG)
+    assert command.wait() == 0, command.log.read_text()
+    found = drawn(out)
+    assert [found[n][:TOKENS] for n in sorted(found)] == tokens(alone)
+    return found
+
+
+def test_a_server_that_is_killed_in_the_middle(servers, whole, tmp_path):
+    """Waited for until it is there again; nothing is lost, nothing drawn twice."""
+    out = tmp_path / "out"
+    command = Command(servers, out, tmp_path / "log", *LONG)
+    command.wait_for_tokens(out, KILL_AFTER)
+    servers[1].kill()
+    before = sum(map(len, drawn(out).values()))
+    servers[1].start(runners.environment("v1"))
+    assert command.wait() == 0, command.log.read_text()
+    assert KILL_AFTER <= before < sum(map(len, whole.values()))
+    assert drawn(out) == whole
+    repeated = re.search(r"rounds of requests, (\d+) repeated", command.log.read_text())
+    assert int(repeated[1]) > 0
+
+
+def test_ctrl_c(servers, whole, tmp_path):
+    """The same command goes on; nothing is lost, nothing drawn twice."""
+    out = tmp_path / "out"
+    command = Command(servers, out, tmp_path / "log", *LONG)
+    command.wait_for_tokens(out, KILL_AFTER)
+    command.interrupt()
+    assert command.wait() == 130, command.log.read_text()
+    before = drawn(out)
+    count = sum(map(len, before.values()))
+    assert KILL_AFTER <= count < sum(map(len, whole.values()))
+    assert "The same command goes on" in command.log.read_text()
+    command = Command(servers, out, tmp_path / "log-2", *LONG)
+    assert command.wait() == 0, command.log.read_text()
+    assert drawn(out) == whole
+    assert all(whole[n][: len(ids)] == ids for n, ids in before.items())
+    assert f"{count} tokens were in {out}" in command.log.read_text()
+
 
 NOBODY = ["--url-a", "http://127.0.0.1:9", "--url-b", "http://127.0.0.1:9"]
 """Addresses where no server is."""
 
 
 def drawn(out: Path) -> dict[int, list[int]]:
-    """Tokens by sample; each position is there once."""
-    _, *lines = map(json.loads, out.read_text().splitlines())
+    """Tokens by sample; each position is there once. Of a line that is being written
+    nothing is read."""
+    text = out.read_text()
+    _, *lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     found: dict[int, list[int]] = {}
     for line in lines:
         ids = found.setdefault(line["sample"], [])

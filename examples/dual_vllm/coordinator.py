@@ -72,8 +72,9 @@ class CoordinatorConfig(BaseModel):
 
     batch_size: int = Field(32, ge=1)
     """Prompts in one request."""
-    patience: float = Field(120.0, gt=0)
-    """Seconds for which a failing server is tried again."""
+    patience: float = Field(600.0, gt=0)
+    """Seconds for which a failing server is tried again. A restart of a small model
+    takes a minute on a CPU, of a large one much more."""
     timeout: float = Field(60.0, gt=0)
     """Seconds to wait for one answer."""
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts `vllm serve` for the two models on this machine, and ends it."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +39,7 @@ class LocalServer:
     def start(self, env: dict[str, str] | None = None) -> None:
         """Returns at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("w") as out:
+        with self.log.open("a") as out:
             # In a group of its own: Ctrl-C is for the program, which ends the server.
             self.process = subprocess.Popen(
                 self._command, stdout=out, stderr=out, env=env, start_new_session=True
@@ -67,8 +69,13 @@ class LocalServer:
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+                self.kill()
+
+    def kill(self) -> None:
+        """Without a chance to finish anything. Its engine process goes with it: left
+        alone it would go on, and hold what the next one needs."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 @contextmanager

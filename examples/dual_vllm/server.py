@@ -72,7 +72,7 @@ class Server:
         url: str,
         *,
         model: str | None = None,
-        patience: float = 120.0,
+        patience: float = 600.0,
         timeout: float = 60.0,
     ):
         """

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A playbook that a model writes for itself, with one client for three ways of running
+the model; see README.md."""
+
+from ace.client import ClientError, Completion, LLMClient, Sampling, ServerGone
+from ace.playbook import Playbook
+
+__all__ = [
+    "ClientError",
+    "Completion",
+    "LLMClient",
+    "Playbook",
+    "Sampling",
+    "ServerGone",
+]

@@ -1,0 +1,644 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One chat interface to a model that runs in this process, with vLLM or Hugging Face
+transformers, or behind an OpenAI-compatible server.
+
+All three get the same prompt: the model's own chat template, or else the one given.
+A conversation that ends with the assistant's message is continued, not answered.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+logger = logging.getLogger("ace")
+
+Provider = Literal["vllm", "openai", "transformers"]
+Conversation = list[dict[str, str]]
+"""Messages with `role` and `content`."""
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE_MODEL = ROOT / "examples" / "reference_model" / "model"
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+MALFORMED_ATTEMPTS = 5
+"""Answers that are not of the right form before we give up: a server that is starting
+or a proxy may send some, the wrong server sends nothing else."""
+TOKEN_ID = "token_id:"  # how vLLM writes a token when asked for ids
+
+
+class ClientError(RuntimeError):
+    """The model cannot be asked, or refuses; says what to do."""
+
+
+class ServerGone(ClientError):
+    """The server gave no good answer for longer than we are willing to wait."""
+
+
+class Sampling(BaseModel):
+    """How tokens are drawn. The model's own `generation_config.json` does not count,
+    except for where a text ends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_tokens: int = Field(128, ge=1)
+    temperature: float = Field(0.0, ge=0, le=2)  # 0: greedy
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)  # 0: all
+    seed: int | None = None
+    stop: tuple[str, ...] = ()  # a text ends before the first of these
+
+
+class Completion(NamedTuple):
+    """What the model said. The last three are None where a server does not tell."""
+
+    text: str
+    finish_reason: str  # stop or length
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
+    top: list[dict[int, float]] | None
+    """For each token, the likeliest ids and their log-probabilities in nats, of the
+    whole distribution at temperature 1."""
+
+
+class _Backend(Protocol):
+    model: str
+
+    def complete(
+        self, conversations: Sequence[Conversation], sampling: Sampling, top: int
+    ) -> Iterator[tuple[int, Completion]]: ...
+
+    def close(self) -> None: ...
+
+
+class LLMClient:
+    """A chat model.
+
+    ```python
+    with LLMClient(provider="vllm") as client:
+        [answer] = client.chat([[{"role": "user", "content": "Hello"}]], Sampling())
+    ```
+
+    Args:
+        provider: "vllm" and "transformers" load the model into this process; "openai"
+            asks the server at `base_url`.
+        model: a folder or hub name; the shipped reference model if None. With
+            "openai", the served name; the server's only model if None.
+        chat_template: a Jinja file for models that have no template of their own.
+            (A server has its own: `vllm serve --chat-template`.)
+        dtype: of the weights in this process.
+        engine: more options of `vllm.LLM`, such as `speculative_config`.
+        batch_size: conversations that transformers generates at once, padded on the
+            left.
+        base_url, api_key, timeout, patience, concurrency: of the server; seconds for
+            one answer, seconds to go on trying while it fails, requests under way.
+
+    Raises:
+        ClientError: no such model, or it has no chat template and none is given.
+        ServerGone: nothing answered for `patience` seconds.
+    """
+
+    def __init__(
+        self,
+        provider: Provider = "vllm",
+        model: str | None = None,
+        *,
+        chat_template: Path = TEMPLATE,
+        dtype: str = "float32",
+        engine: dict[str, Any] | None = None,
+        batch_size: int = 1,
+        base_url: str = "http://localhost:8000/v1",
+        api_key: str = "EMPTY",
+        timeout: float = 600,
+        patience: float = 600,
+        concurrency: int = 64,
+    ):
+        self.provider = provider
+        self._backend: _Backend
+        if provider == "openai":
+            self._backend = _OpenAI(
+                base_url, model, api_key, timeout, patience, concurrency
+            )
+            return
+        model = model or str(REFERENCE_MODEL)
+        try:
+            template = chat_template.read_text()
+        except OSError as error:
+            raise ClientError(f"--chat-template: {error}") from error
+        if provider == "vllm":
+            self._backend = _VLLM(model, template, dtype, engine or {})
+        elif provider == "transformers":
+            self._backend = _Transformers(model, template, dtype, batch_size)
+        else:
+            raise ClientError(f"no such provider: {provider}")
+
+    @property
+    def model(self) -> str:
+        """Folder, hub name or served name."""
+        return self._backend.model
+
+    @property
+    def engine(self) -> Any:
+        """The `vllm.LLM` of the provider "vllm"."""
+        return self._backend.llm if isinstance(self._backend, _VLLM) else None
+
+    @property
+    def retries(self) -> int:
+        """Requests that had to be repeated."""
+        return self._backend.retries if isinstance(self._backend, _OpenAI) else 0
+
+    def complete(
+        self,
+        conversations: Sequence[Conversation],
+        sampling: Sampling,
+        *,
+        top: int = 0,
+    ) -> Iterator[tuple[int, Completion]]:
+        """All conversations in one batch; each one's index and completion as soon as
+        it is finished. What is left is given up when the iterator is closed.
+
+        Args:
+            top: how many log-probabilities to bring for each token.
+
+        Raises:
+            ClientError: refused; says why.
+            ServerGone: no good answer for `patience` seconds.
+        """
+        return self._backend.complete(conversations, sampling, top)
+
+    def chat(
+        self,
+        conversations: Sequence[Conversation],
+        sampling: Sampling,
+        *,
+        top: int = 0,
+    ) -> list[Completion]:
+        """As `complete`, all together and in order."""
+        found = dict(self.complete(conversations, sampling, top=top))
+        return [found[index] for index in range(len(conversations))]
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def is_continued(conversation: Conversation) -> bool:
+    return conversation[-1]["role"] == "assistant"
+
+
+class _VLLM:
+    """`vllm.LLM`: the whole batch is under way at once."""
+
+    def __init__(self, model: str, template: str, dtype: str, engine: dict[str, Any]):
+        from vllm import LLM
+
+        self.model = model
+        try:
+            self.llm = LLM(model=model, dtype=dtype, **engine)
+        except (OSError, TypeError, ValueError) as error:
+            raise ClientError(f"vLLM cannot load {model!r}: {error}") from error
+        own = getattr(self.llm.get_tokenizer(), "chat_template", None)
+        self.template = None if own else template
+
+    def complete(self, conversations, sampling, top):
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+
+        engine = self.llm.llm_engine
+        waiting: dict[str, int] = {}
+        try:
+            params = SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                stop=list(sampling.stop),
+                logprobs=top or None,
+            )
+            for index, conversation in enumerate(conversations):
+                (request,) = self.llm.enqueue_chat(
+                    [conversation],
+                    params,
+                    use_tqdm=False,
+                    chat_template=self.template,
+                    add_generation_prompt=not is_continued(conversation),
+                    continue_final_message=is_continued(conversation),
+                )
+                # Outputs have the number alone; within vLLM, more is added to it.
+                waiting[request.partition("-")[0]] = index
+            while waiting:
+                for output in engine.step():
+                    if output.finished:
+                        index = waiting.pop(output.request_id)
+                        yield index, self._completion(output)
+        except (ValueError, VLLMValidationError) as error:
+            # Too long, or a setting that does not fit.
+            raise ClientError(f"{self.model}: {error}") from error
+        finally:
+            if waiting:
+                engine.abort_request([*waiting])
+
+    @staticmethod
+    def _completion(output) -> Completion:
+        (found,) = output.outputs
+        top = found.logprobs and [
+            {token: entry.logprob for token, entry in position.items()}
+            for position in found.logprobs
+        ]
+        return Completion(
+            found.text,
+            found.finish_reason,
+            [*output.prompt_token_ids],
+            [*found.token_ids],
+            top or None,
+        )
+
+    def close(self) -> None:
+        engine_core = getattr(self.llm.llm_engine, "engine_core", None)
+        if engine_core is not None:
+            engine_core.shutdown()
+
+
+class _Transformers:
+    """`generate` of Hugging Face, `batch_size` conversations at once."""
+
+    def __init__(self, model: str, template: str, dtype: str, batch_size: int):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model = model
+        self.batch_size = batch_size
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+            self.network = AutoModelForCausalLM.from_pretrained(
+                model, dtype=getattr(torch, dtype, dtype)
+            )
+        except (OSError, TypeError, ValueError) as error:
+            raise ClientError(f"transformers cannot load {model!r}: {error}") from error
+        self.network.eval()
+        if torch.cuda.is_available():
+            self.network.to("cuda")
+        if not self.tokenizer.chat_template:
+            self.tokenizer.chat_template = template
+        ends = self.network.generation_config.eos_token_id
+        if ends is None:
+            ends = self.tokenizer.eos_token_id
+        self.ends = [ends] if isinstance(ends, int) else list(ends or [])
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token_id = self.ends[0] if self.ends else 0
+
+    def complete(self, conversations, sampling, top):
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=not is_continued(conversation),
+                continue_final_message=is_continued(conversation),
+                return_dict=False,
+            )
+            for conversation in conversations
+        ]
+        room = self.network.config.max_position_embeddings - sampling.max_tokens
+        longest = max(map(len, prompts), default=0)
+        if longest > room:
+            raise ClientError(
+                f"{self.model}: a prompt has {longest} tokens; with "
+                f"{sampling.max_tokens} to generate, at most {room} fit its context"
+            )
+        for begin in range(0, len(prompts), self.batch_size):
+            batch = prompts[begin : begin + self.batch_size]
+            for offset, found in enumerate(self._generate(batch, sampling, top)):
+                yield begin + offset, found
+
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling, top: int
+    ) -> list[Completion]:
+        import torch
+        from transformers import GenerationConfig
+
+        options: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature:
+            options = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+            }
+            if sampling.seed is not None:
+                torch.manual_seed(sampling.seed)
+        if sampling.stop:
+            options["stop_strings"] = list(sampling.stop)
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=self.ends or None,
+            pad_token_id=self.tokenizer.pad_token_id,
+            return_dict_in_generate=True,
+            output_logits=top > 0,
+            **options,
+        )
+        inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+        inputs = inputs.to(self.network.device)
+        with torch.inference_mode():
+            out = self.network.generate(
+                **inputs, generation_config=config, tokenizer=self.tokenizer
+            )
+        width = inputs["input_ids"].shape[1]
+        tables = None
+        if top:
+            logits = torch.stack(out.logits, dim=1).float()  # [batch, tokens, vocab]
+            tables = logits.log_softmax(-1).topk(top)
+        completions = []
+        for row, prompt in enumerate(prompts):
+            ids = out.sequences[row, width:].tolist()
+            end = next((n for n, i in enumerate(ids) if i in self.ends), None)
+            if end is not None:
+                ids = ids[: end + 1]
+            whole = self.tokenizer.decode(ids, skip_special_tokens=True)
+            text, length = _cut(whole, sampling.stop), len(ids)
+            if text != whole:  # the others of the batch went on
+                length = self._shortest(ids, whole, text, sampling.stop)
+            ended = end is not None or text != whole
+            likeliest = tables and [
+                dict(
+                    zip(
+                        tables.indices[row, n].tolist(),
+                        tables.values[row, n].tolist(),
+                        strict=True,
+                    )
+                )
+                for n in range(length)
+            ]
+            completions.append(
+                Completion(
+                    text,
+                    "stop" if ended else "length",
+                    prompt,
+                    ids[:length],
+                    likeliest or None,
+                )
+            )
+        return completions
+
+    def _shortest(self, ids: list[int], whole: str, text: str, stop) -> int:
+        """Tokens until a stop string is complete."""
+        for length in range(1, len(ids)):
+            part = self.tokenizer.decode(ids[:length], skip_special_tokens=True)
+            if _cut(part, stop) != part:
+                return length
+        return len(ids)
+
+    def close(self) -> None:
+        del self.network
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    places = [place for s in stop if (place := text.find(s)) >= 0]
+    return text[: min(places)] if places else text
+
+
+class _Passing(Exception):
+    """A failure that may pass: try again."""
+
+
+class _Malformed(_Passing):
+    """An answer that is not what was asked for."""
+
+
+class _OpenAI:
+    """Chat completions over HTTP, `concurrency` of them under way at once."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None,
+        api_key: str,
+        timeout: float,
+        patience: float,
+        concurrency: int,
+    ):
+        import httpx
+        import openai
+
+        if not base_url.startswith(("http://", "https://")):
+            raise ClientError(
+                f"base_url must start with http:// or https://: {base_url}"
+            )
+        self.url = base_url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.patience = patience
+        self.retries = 0
+        self._openai = openai
+        self._runner = asyncio.Runner()
+        self._free = asyncio.Semaphore(concurrency)
+        # Retries are ours: only we can tell a malformed answer.
+        self._client = openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=api_key,
+            max_retries=0,
+            timeout=httpx.Timeout(timeout, connect=10),
+        )
+        try:
+            self.model, self.is_vllm = self._runner.run(
+                self._patiently(self._find, model)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    async def _find(self, wanted: str | None) -> tuple[str, bool]:
+        try:
+            page = await self._client.models.list()
+            owners = {card.id: card.owned_by for card in page.data}
+        except (AttributeError, TypeError) as error:
+            raise _Malformed(f"no list of models: {error}") from error
+        if wanted is None:
+            if len(owners) != 1:
+                raise ClientError(f"Choose a --model of {self.url}: {sorted(owners)}")
+            (wanted,) = owners
+        if wanted not in owners:
+            raise ClientError(
+                f"{self.url} does not serve {wanted!r}, but {sorted(owners)}"
+            )
+        return wanted, owners[wanted] == "vllm"
+
+    def complete(self, conversations, sampling, top):
+        if not self.is_vllm and any(map(is_continued, conversations)):
+            raise ClientError(
+                f"{self.url} is no vLLM server, so it cannot be given the beginning of "
+                "an answer: --no-prefill"
+            )
+        if not self.is_vllm and sampling.top_k:
+            raise ClientError(f"{self.url} is no vLLM server and knows no top_k")
+        tasks: list[asyncio.Task] = []
+        done: asyncio.Queue = asyncio.Queue()
+
+        async def ask(index: int, conversation: Conversation) -> None:
+            async with self._free:
+                found = await self._patiently(self._chat, conversation, sampling, top)
+            await done.put((index, found))
+
+        async def start() -> None:
+            for index, conversation in enumerate(conversations):
+                tasks.append(asyncio.create_task(ask(index, conversation)))
+
+        async def next_one() -> tuple[int, Completion]:
+            get = asyncio.create_task(done.get())
+            while True:
+                await asyncio.wait([get, *tasks], return_when="FIRST_COMPLETED")
+                if get.done():
+                    return get.result()
+                for task in [t for t in tasks if t.done()]:
+                    tasks.remove(task)
+                    if task.exception():
+                        get.cancel()
+                        raise task.exception()
+
+        async def stop() -> None:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        try:
+            self._runner.run(start())
+            for _ in conversations:
+                yield self._runner.run(next_one())
+        finally:
+            self._runner.run(stop())
+
+    async def _chat(
+        self, conversation: Conversation, sampling: Sampling, top: int
+    ) -> Completion:
+        fields: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        if sampling.seed is not None:
+            fields["seed"] = sampling.seed
+        if sampling.stop:
+            fields["stop"] = list(sampling.stop)
+        if top:
+            fields |= {"logprobs": True, "top_logprobs": top}
+        if self.is_vllm:
+            continued = is_continued(conversation)
+            fields["extra_body"] = {
+                "top_k": sampling.top_k,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "continue_final_message": continued,
+                "add_generation_prompt": not continued,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": bool(top),
+            }
+        answer = await self._client.chat.completions.create(
+            model=self.model, messages=conversation, **fields
+        )
+        return self._completion(answer, top)
+
+    def _completion(self, answer: Any, top: int) -> Completion:
+        try:
+            (choice,) = answer.choices
+            text, reason = choice.message.content, choice.finish_reason
+            if not isinstance(text, str) or not isinstance(reason, str):
+                raise _Malformed("a choice without text or reason to end")
+            likeliest = None
+            if top:
+                if choice.logprobs is None or choice.logprobs.content is None:
+                    raise ClientError(f"{self.url} gives no log-probabilities")
+                if self.is_vllm:
+                    likeliest = [
+                        {
+                            int(entry.token.removeprefix(TOKEN_ID)): entry.logprob
+                            for entry in position.top_logprobs
+                        }
+                        for position in choice.logprobs.content
+                    ]
+            return Completion(
+                text,
+                reason,
+                getattr(answer, "prompt_token_ids", None),
+                getattr(choice, "token_ids", None),
+                likeliest,
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise _Malformed(f"no chat completion: {str(answer)[:100]!r}") from error
+
+    async def _patiently(self, call, *args) -> Any:
+        """Calls until there is a good answer, ever less often, for `patience` seconds.
+
+        Raises:
+            ClientError: a refusal, or `MALFORMED_ATTEMPTS` malformed answers.
+            ServerGone: no good answer in time.
+        """
+        from tenacity import (
+            AsyncRetrying,
+            retry_if_exception_type,
+            stop_after_delay,
+            wait_exponential_jitter,
+        )
+
+        malformed = 0
+
+        def wrong_server(state) -> bool:
+            nonlocal malformed
+            malformed += isinstance(state.outcome.exception(), _Malformed)
+            return malformed >= MALFORMED_ATTEMPTS
+
+        def report(state) -> None:
+            self.retries += 1
+            logger.warning(
+                "%s: %s; again in %.1f s",
+                self.url,
+                state.outcome.exception(),
+                state.next_action.sleep,
+            )
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Passing),
+            wait=wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2),
+            stop=stop_after_delay(self.patience) | wrong_server,
+            before_sleep=report,
+            reraise=True,
+        )
+        try:
+            return await retrying(self._once, call, *args)
+        except _Malformed as failure:
+            raise ClientError(
+                f"{self.url} does not answer as an OpenAI-compatible server does "
+                f"({failure}). Is base_url right?"
+            ) from failure
+        except _Passing as failure:
+            raise ServerGone(
+                f"{self.url}: no good answer for {self.patience:g} s ({failure}). Is "
+                "`vllm serve` running?"
+            ) from failure
+
+    async def _once(self, call, *args) -> Any:
+        """Tells failures that may pass from others."""
+        openai = self._openai
+        try:
+            return await call(*args)
+        except openai.APIConnectionError as error:  # time-outs too
+            cause = error.__cause__
+            told = f"{type(cause).__name__}: {cause}" if cause else str(error)
+            raise _Passing(told) from error
+        except openai.APIStatusError as error:
+            told = f"{error.status_code}: {error.message[:300]}"
+            if error.status_code in (408, 409, 429) or error.status_code >= 500:
+                raise _Passing(told) from error
+            raise ClientError(f"{self.url} refuses: {told}") from error
+        except (openai.APIError, ValueError) as error:
+            raise _Malformed(f"{type(error).__name__}: {error}"[:300]) from error
+
+    def close(self) -> None:
+        try:
+            self._runner.run(self._client.close())
+        finally:
+            self._runner.close()

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The playbook: short numbered pieces of advice that grow and change one at a time.
+
+Zhang et al. 2025, "Agentic Context Engineering", arXiv:2510.04618: the model proposes
+operations on single bullets, and plain code applies them. So nothing is rewritten as a
+whole, and nothing that was learned is lost on the way.
+"""
+
+import json
+import os
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic_core
+from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, ValidationError
+
+Content = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Verdict = Literal["helpful", "harmful", "neutral"]
+
+
+class PlaybookError(ValueError):
+    """A file that is no playbook."""
+
+
+class Bullet(BaseModel):
+    id: str
+    content: Content
+    helpful: int = Field(0, ge=0)  # reflections that found it so
+    harmful: int = Field(0, ge=0)
+
+    @property
+    def worth(self) -> int:
+        return self.helpful - self.harmful
+
+
+class Add(BaseModel):
+    type: Literal["ADD"]
+    content: Content
+
+
+class Update(BaseModel):
+    type: Literal["UPDATE"]
+    id: str
+    content: Content
+
+
+class Remove(BaseModel):
+    type: Literal["REMOVE"]
+    id: str
+
+
+Operation = Annotated[Add | Update | Remove, Field(discriminator="type")]
+_OPERATION: TypeAdapter[Operation] = TypeAdapter(Operation)
+
+
+class Reflection(BaseModel):
+    """What is to be learned from one answer."""
+
+    lesson: Content
+    tags: dict[str, Verdict] = {}  # by bullet id
+
+
+class Playbook(BaseModel):
+    """Bullets, oldest first.
+
+    `max_bullets` and `max_chars` (of one bullet) bound it; two bullets whose words are
+    as alike as `alike` (`difflib`'s ratio) are one.
+    """
+
+    bullets: list[Bullet] = []
+    next_number: int = 1  # an id is never used again
+    max_bullets: int = Field(20, ge=1)
+    max_chars: int = Field(160, ge=1)
+    alike: float = Field(0.9, gt=0, le=1)
+
+    def find(self, bullet_id: str) -> Bullet | None:
+        return next((b for b in self.bullets if b.id == bullet_id), None)
+
+    def apply(self, operations: list[Operation]) -> int:
+        """Applies operations in their order.
+
+        Returns:
+            How many changed something: not those that name no bullet, nor advice that
+            is there already.
+        """
+        changed = 0
+        for operation in operations:
+            if isinstance(operation, Add):
+                changed += self._add(operation.content)
+            else:
+                bullet = self.find(operation.id)
+                if bullet is None:
+                    continue
+                if isinstance(operation, Remove):
+                    self.bullets.remove(bullet)
+                    changed += 1
+                else:
+                    changed += self._update(bullet, operation.content)
+        return changed
+
+    def tag(self, tags: dict[str, Verdict]) -> None:
+        """Counts what a reflection says of bullets; unknown ids are left out."""
+        for bullet_id, verdict in tags.items():
+            bullet = self.find(bullet_id)
+            if bullet is not None:
+                bullet.helpful += verdict == "helpful"
+                bullet.harmful += verdict == "harmful"
+
+    def _add(self, content: str) -> bool:
+        content = self._clip(content)
+        if not content or self._alike(content):
+            return False
+        bullet = Bullet(id=f"b{self.next_number}", content=content)
+        self.next_number += 1
+        self.bullets.append(bullet)
+        if len(self.bullets) > self.max_bullets:
+            # The one of least worth goes, of equals the oldest; not the new one.
+            self.bullets.remove(min(self.bullets[:-1], key=lambda b: b.worth))
+        return True
+
+    def _update(self, bullet: Bullet, content: str) -> bool:
+        content = self._clip(content)
+        if not content or content == bullet.content:
+            return False
+        same = self._alike(content, but=bullet)
+        if same is None:
+            bullet.content = content
+        else:  # it says now what another one says
+            same.helpful += bullet.helpful
+            same.harmful += bullet.harmful
+            self.bullets.remove(bullet)
+        return True
+
+    def _clip(self, content: str) -> str:
+        return " ".join(content.split())[: self.max_chars].strip()
+
+    def _alike(self, content: str, but: Bullet | None = None) -> Bullet | None:
+        words = content.lower().split()
+        for bullet in self.bullets:
+            if bullet is but:
+                continue
+            matcher = SequenceMatcher(None, words, bullet.content.lower().split())
+            if matcher.ratio() >= self.alike:
+                return bullet
+        return None
+
+    def render(self) -> str:
+        """As it stands in a prompt."""
+        return "\n".join(
+            f"[{b.id}] {b.content} (helpful {b.helpful}, harmful {b.harmful})"
+            for b in self.bullets
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises: PlaybookError."""
+        try:
+            return cls.model_validate_json(path.read_text())
+        except (OSError, ValidationError) as error:
+            raise PlaybookError(f"{path} is no playbook: {error}") from error
+
+    def save(self, path: Path) -> None:
+        replace_file(path, self.model_dump_json(indent=1) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Puts a file in place of another at once: whoever reads finds one of the two."""
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+# What models say
+
+
+def read_json(text: str) -> Any:
+    """The first JSON object, or array of objects, in a text, whatever is around it; one
+    that the text leaves open is closed. None if there is none."""
+    decoder = json.JSONDecoder(strict=False)
+    empty = None
+    for start in (n for n, c in enumerate(text) if c in "{["):
+        try:
+            value = decoder.raw_decode(text, start)[0]
+        except ValueError:
+            part = "".join(max(c, " ") for c in text[start:])
+            try:
+                value = pydantic_core.from_json(part, allow_partial="trailing-strings")
+            except ValueError:
+                continue
+        if not value:
+            empty = value
+        elif isinstance(value, dict) or any(isinstance(v, dict) for v in value):
+            return value
+    return empty
+
+
+def read_reflection(text: str) -> Reflection | None:
+    """None if the text holds none. Tags that are not of the right form are left out."""
+    value = read_json(text)
+    if not isinstance(value, dict):
+        return None
+    tags = value.get("tags")
+    tags = tags if isinstance(tags, dict) else {}
+    tags = {k: v for k, v in tags.items() if v in ("helpful", "harmful", "neutral")}
+    try:
+        return Reflection(lesson=value.get("lesson"), tags=tags)
+    except ValidationError:
+        return None
+
+
+def read_operations(text: str) -> tuple[list[Operation], int]:
+    """Operations, and how many there were that are of no right form. A text without
+    any counts as one."""
+    value = read_json(text)
+    if isinstance(value, dict):
+        value = value.get("operations", [value])
+    if not isinstance(value, list):
+        return [], 1
+    operations, wrong = [], 0
+    for entry in value:
+        if isinstance(entry, dict) and isinstance(entry.get("type"), str):
+            entry = entry | {"type": entry["type"].upper()}
+        try:
+            operations.append(_OPERATION.validate_python(entry))
+        except ValidationError:
+            wrong += 1
+    return operations, wrong

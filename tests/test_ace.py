@@ -1,0 +1,813 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`examples/ace` without a model: the playbook, what is read of replies, the journal,
+and the client and the loop against a server that fails on purpose."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import runners
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from ace import ClientError, Completion, LLMClient, Playbook, Sampling, ServerGone
+from ace import __main__ as program
+from ace import bench, make_samples, prompts
+from ace.journal import Journal, JournalError
+from ace.playbook import (
+    Add,
+    Bullet,
+    PlaybookError,
+    Remove,
+    Update,
+    read_json,
+    read_operations,
+    read_reflection,
+)
+from ace.settings import RunSettings
+
+SLOW = 1.0  # seconds; a slow answer takes twice as long as the client waits
+SAMPLES = 12
+HELLO = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
+
+
+class FailingServer:
+    """An OpenAI-compatible server, except for faults that are ordered. What it says is
+    a function of the prompt."""
+
+    def __init__(self):
+        self.faults: list[str | None] = []
+        self.asked: list[dict] = []  # bodies of the requests answered well
+        self.owner = "vllm"
+        self.pause = 0.0  # seconds before each answer
+        self.says = says
+        self.lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def complete(self, body: dict) -> dict:
+        text = self.says(body["messages"])
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [ord(c) for c in text]
+        return {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [choice],
+        }
+
+
+def says(messages: list[dict]) -> str:
+    """Right for about half of the samples at first, for more with a longer playbook."""
+    system, user = messages[0]["content"], messages[1]["content"]
+    number = hashlib.sha256(user.encode()).digest()[0]
+    if system.startswith("Answer"):
+        truth = "int" if "name_0" in user or "name_2" in user else "str"
+        bullets = user.count("helpful")
+        wrong = {"int": "str", "str": "int"}[truth]
+        return f"Hm.\nAnswer: {truth if number % 8 < 4 + bullets else wrong}"
+    if '"lesson"' in system:
+        name = re.search(r"name_\d+", user)[0]
+        return json.dumps({"lesson": f"look at {name}", "tags": {"b1": "helpful"}})[12:]
+    if system.startswith("Keep"):
+        lesson = re.search(r"look at name_\d+", user)[0]
+        return f'{lesson}"}}]}}'
+    return "Hello"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: FailingServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def reply(self, status: int, text: str, kind="application/json", cut=0) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) - cut])
+        if cut:
+            self.close_connection = True
+
+    def do_GET(self) -> None:
+        card = {"id": "m", "object": "model", "created": 0}
+        card["owned_by"] = self.owner.owner
+        self.reply(200, json.dumps({"object": "list", "data": [card]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.owner.lock:
+            fault = self.owner.faults.pop(0) if self.owner.faults else None
+        answer = json.dumps(self.owner.complete(body))
+        if fault == "500":
+            self.reply(500, '{"error": {"message": "out of luck"}}')
+        elif fault == "429":
+            self.reply(429, "{}")
+        elif fault == "400":
+            self.reply(400, '{"error": {"message": "prompt: too long"}}')
+        elif fault == "half an answer":
+            self.reply(200, answer, cut=len(answer) // 2)
+        elif fault == "cut JSON":
+            self.reply(200, answer[: len(answer) // 2])
+        elif fault == "no choice":
+            self.reply(200, json.dumps(json.loads(answer) | {"choices": []}))
+        elif fault == "no text":
+            self.reply(200, answer.replace('"content":', '"other":'))
+        elif fault == "wrong content type":
+            self.reply(200, "<html>hello</html>", "text/html")
+        elif fault == "gone":
+            self.close_connection = True
+        else:
+            time.sleep(2 * SLOW if fault == "slow" else self.owner.pause)
+            if fault != "slow":
+                with self.owner.lock:
+                    self.owner.asked.append(body)
+            try:
+                self.reply(200, answer)
+            except OSError:
+                assert fault == "slow" or self.owner.pause  # the client did not wait
+
+
+@pytest.fixture
+def server():
+    server = FailingServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory) -> Path:
+    rows = [
+        {
+            "question": f"Is name_{n}x an int or a str?",
+            "answer": "int" if n in (0, 2) else "str",
+            "choices": ["int", "str"],
+            "split": "validation" if n % 3 == 2 else "train",
+        }
+        for n in range(SAMPLES)
+    ]
+    path = tmp_path_factory.mktemp("samples") / "samples.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def settings(server, samples, output, **options) -> RunSettings:
+    defaults = {"rounds": 2, "stop_after": 0, "timeout": 60, "patience": 60}
+    url = server if isinstance(server, str) else server.url
+    return RunSettings(
+        provider="openai",
+        base_url=url,
+        samples=samples,
+        output=output,
+        **(defaults | options),
+    )
+
+
+def journal(output: Path) -> list[dict]:
+    """What was said, in the order of the loop; each place is there once."""
+    _, *lines = map(json.loads, (output / "journal.jsonl").read_text().splitlines())
+    places = Counter((line["round"], line["phase"], line["index"]) for line in lines)
+    assert set(places.values()) <= {1}
+    return sorted(lines, key=lambda line: [*map(str, line.values())])
+
+
+def playbook(output: Path) -> str:
+    return (output / "playbook.json").read_text()
+
+
+@pytest.fixture
+def whole(server, samples, tmp_path) -> Path:
+    """Folder of a run that nothing disturbs."""
+    output = tmp_path / "whole"
+    program.run(settings(server, samples, output))
+    server.asked.clear()
+    return output
+
+
+# The playbook
+
+
+def with_bullets(count: int, **fields) -> Playbook:
+    book = Playbook(**fields)
+    book.apply([Add(type="ADD", content=f"advice number {n}") for n in range(count)])
+    return book
+
+
+def test_operations():
+    book = with_bullets(3)
+    changed = book.apply(
+        [
+            Update(type="UPDATE", id="b2", content=" better\nadvice "),
+            Remove(type="REMOVE", id="b1"),
+            Remove(type="REMOVE", id="b1"),
+            Update(type="UPDATE", id="b9", content="nobody"),
+            Add(type="ADD", content="something else"),
+        ]
+    )
+    assert changed == 3
+    assert [(b.id, b.content) for b in book.bullets] == [
+        ("b2", "better advice"),
+        ("b3", "advice number 2"),
+        ("b4", "something else"),
+    ]
+
+
+def test_an_id_is_never_used_again():
+    book = with_bullets(2)
+    book.apply([Remove(type="REMOVE", id="b2"), Add(type="ADD", content="new")])
+    assert [b.id for b in book.bullets] == ["b1", "b3"]
+
+
+def test_what_is_there_is_not_added():
+    book = Playbook()
+    text = "Prefer the plural for a list and the singular for one of its entries"
+    assert book.apply([Add(type="ADD", content=text)]) == 1
+    assert book.apply([Add(type="ADD", content=text.upper() + "  ")]) == 0
+    assert book.apply([Add(type="ADD", content=text.replace("its", "the"))]) == 0
+    assert book.apply([Add(type="ADD", content="Prefer the singular")]) == 1
+
+
+def test_an_update_to_what_another_one_says_joins_the_two():
+    book = with_bullets(2)
+    book.tag({"b1": "helpful", "b2": "harmful"})
+    book.apply([Update(type="UPDATE", id="b2", content="Advice number 0")])
+    assert book.bullets == [
+        Bullet(id="b1", content="advice number 0", helpful=1, harmful=1)
+    ]
+
+
+def test_the_size_is_bounded():
+    """The bullet of least worth goes, of equals the oldest; what is new stays."""
+    book = with_bullets(3, max_bullets=3, max_chars=15, alike=1)
+    book.tag({"b1": "helpful", "b3": "harmful", "b9": "helpful"})
+    book.apply([Add(type="ADD", content="a" * 20)])
+    assert [b.id for b in book.bullets] == ["b1", "b2", "b4"]
+    assert book.bullets[-1].content == "a" * 15
+    book.apply([Add(type="ADD", content="c")])
+    assert [b.id for b in book.bullets] == ["b1", "b4", "b5"]
+
+
+def test_a_playbook_is_kept(tmp_path, monkeypatch):
+    book, path = with_bullets(2), tmp_path / "playbook.json"
+    book.tag({"b1": "helpful"})
+    book.save(path)
+    assert Playbook.load(path) == book
+    assert json.loads(path.read_text())["bullets"][0]["helpful"] == 1
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        with_bullets(5).save(path)
+    assert Playbook.load(path) == book
+    for content in ("nonsense", '{"bullets": [{"id": 1}]}'):
+        path.write_text(content)
+        with pytest.raises(PlaybookError, match="is no playbook"):
+            Playbook.load(path)
+
+
+# What is read of replies
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('Sure!\n```json\n{"a": 1}\n```\nDone {ok}', {"a": 1}),
+        ('see [b1] and [2]: {"a": [1]}', {"a": [1]}),
+        ('{not json} {"a": 1}', {"a": 1}),
+        ('{"a": "two\nlines"}', {"a": "two\nlines"}),
+        ('{"a": "cut in the mid', {"a": "cut in the mid"}),
+        ('[{"a": 1}, {"a": 2}, {"a', [{"a": 1}, {"a": 2}, {}]),
+        ('{"a": "cut\tin a li\nne', {"a": "cut in a li ne"}),
+        ('{} {"a": 1}', {"a": 1}),
+        ('{"a": {"b": 1', {"a": {"b": 1}}),
+        ("[]", []),
+        ("none at all", None),
+        ("", None),
+    ],
+)
+def test_json_in_a_reply(text, value):
+    assert read_json(text) == value
+
+
+def test_reflections():
+    found = read_reflection('{"lesson": " x ", "tags": {"b1": "helpful", "b2": "so"}}')
+    assert (found.lesson, found.tags) == ("x", {"b1": "helpful"})
+    assert read_reflection('{"lesson": "x", "tags": ["b1"]}').tags == {}
+    for text in ("no", "{}", '{"lesson": ""}', '{"lesson": 5}', '[{"lesson": "x"}]'):
+        assert read_reflection(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "malformed"),
+    [
+        ('{"operations": [{"type": "add", "content": "x"}]}', ["ADD"], 0),
+        ('{"operations": []}', [], 0),
+        ("[]", [], 0),
+        ('{"type": "REMOVE", "id": "b1"}', ["REMOVE"], 0),
+        (
+            '[{"type": "UPDATE", "id": "b1", "content": "y"}, {"type": "UPDATE"}, 7]',
+            ["UPDATE"],
+            2,
+        ),
+        ('{"operations": [{"type": "ADD", "content": "cut of', ["ADD"], 0),
+        ('{"operations": [{"type": "MOVE", "id": "b1"}]}', [], 1),
+        ('{"operations": "none"}', [], 1),
+        ("I would add nothing.", [], 1),
+    ],
+)
+def test_operations_in_a_reply(text, kinds, malformed):
+    operations, wrong = read_operations(text)
+    assert ([o.type for o in operations], wrong) == (kinds, malformed)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Answer: int", "int"),
+        ("Is it a str? Answer: str.\nanswer : int", "int"),
+        ("    name_int: str = 'int'", "str"),
+        ("print(strint)", None),
+        ("", None),
+    ],
+)
+def test_answers_with_choices(text, said):
+    sample = prompts.Sample(
+        question="?", answer="int", choices=["int", "str"], prefix="    name_int:"
+    )
+    judged = prompts.judge(sample, text)
+    assert (judged.said, judged.right) == (said, said == "int")
+
+
+def test_answers_without_choices():
+    sample = prompts.Sample(question="?", answer="Forty-two")
+    for text in ("forty-two", "Hm. Answer:\n\n **forty-TWO**. \nyes", "`Forty-two`"):
+        assert prompts.judge(sample, text).right
+    for text in ("43", "", "forty-two or three"):
+        assert not prompts.judge(sample, text).right
+
+
+def test_the_shipped_samples(tmp_path, monkeypatch):
+    found = prompts.load_samples(prompts.SHIPPED)
+    counts = Counter((sample.split, sample.answer) for sample in found)
+    assert counts == {
+        ("train", "int"): 25,
+        ("train", "str"): 25,
+        ("validation", "int"): 15,
+        ("validation", "str"): 15,
+    }
+    assert len({sample.question for sample in found}) == 80
+    monkeypatch.setattr(make_samples, "FOLDER", tmp_path)
+    make_samples.main()
+    assert (tmp_path / "samples.json").read_text() == prompts.SHIPPED.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nonsense", "JSON"),
+        ('[{"question": "?"}]', "answer"),
+        ('[{"question": "?", "answer": "a", "choices": ["b"]}]', "none of its choices"),
+        ('[{"question": "?", "answer": "a", "split": "validation"}]', "split: train"),
+        ("[]", "split: train"),
+    ],
+)
+def test_bad_samples(tmp_path, content, message):
+    path = tmp_path / "samples.json"
+    path.write_text(content)
+    with pytest.raises(prompts.SampleError, match=message):
+        prompts.load_samples(path)
+
+
+# The client
+
+
+FAULTS = [
+    "500",
+    "429",
+    "gone",
+    "slow",
+    "half an answer",
+    "cut JSON",
+    "no choice",
+    "no text",
+    "wrong content type",
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_changes_nothing(server, samples, whole, tmp_path, fault):
+    server.faults = [None, fault] * 2
+    output = tmp_path / "out"
+    timeout = SLOW if fault == "slow" else 60
+    program.run(settings(server, samples, output, timeout=timeout))
+    assert not server.faults
+    assert journal(output) == journal(whole)
+    assert playbook(output) == playbook(whole)
+
+
+def test_retries_are_counted(server):
+    with LLMClient("openai", base_url=server.url + "/v1/") as client:
+        server.faults = ["500", "wrong content type", "gone"]
+        [found] = client.chat([HELLO], Sampling())
+        assert client.retries == 3 and len(server.asked) == 1
+        assert found.token_ids == [ord(c) for c in found.text]
+
+
+def test_two_clients_at_once(server):
+    asked = [
+        [{"role": "system", "content": "Answer"}, {"role": "user", "content": f"{n}"}]
+        for n in range(30)
+    ]
+    expected = [says(messages) for messages in asked]
+    assert len(set(expected)) == 2
+    wrong = []
+
+    def work() -> None:
+        with LLMClient("openai", base_url=server.url, concurrency=8) as client:
+            for _ in range(5):
+                texts = [c.text for c in client.chat(asked, Sampling())]
+                wrong.extend([texts] if texts != expected else [])
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(server.asked) == 2 * 5 * 30
+
+
+def test_no_more_requests_than_allowed_are_under_way(server):
+    server.pause = 0.02
+    under_way, most = 0, 0
+    complete = server.complete
+
+    def count(body):
+        nonlocal under_way, most
+        with server.lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.02)
+        with server.lock:
+            under_way -= 1
+        return complete(body)
+
+    server.complete = count
+    with LLMClient("openai", base_url=server.url, concurrency=3) as client:
+        client.chat([HELLO] * 12, Sampling())
+    assert 1 < most <= 3
+
+
+def test_settings_reach_the_server(server):
+    sampling = Sampling(
+        max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, seed=3, stop=("\n",)
+    )
+    begun = [*HELLO, {"role": "assistant", "content": "Well"}]
+    with LLMClient("openai", base_url=server.url) as client:
+        client.chat([begun], sampling)
+    (body,) = server.asked
+    expected = {
+        "model": "m",
+        "messages": begun,
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "seed": 3,
+        "stop": ["\n"],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    assert {name: body[name] for name in expected} == expected
+
+
+def test_a_server_that_is_not_vllm(server):
+    """Is sent what every server knows, and is not asked for what it cannot."""
+    server.owner = "someone"
+    with LLMClient("openai", base_url=server.url) as client:
+        [found] = client.chat([HELLO], Sampling())
+        assert found.token_ids is None
+        for options, message in (({}, "--no-prefill"), ({"top_k": 3}, "top_k")):
+            begun = [{"role": "assistant", "content": "Well"}] if not options else []
+            with pytest.raises(ClientError, match=message):
+                client.chat([HELLO + begun], Sampling(**options))
+    (body,) = server.asked
+    assert set(body) == {"model", "messages", "max_tokens", "temperature", "top_p"}
+
+
+def test_a_server_without_logprobs(server):
+    with (
+        LLMClient("openai", base_url=server.url) as client,
+        pytest.raises(ClientError, match="no log-probabilities"),
+    ):
+        client.chat([HELLO], Sampling(), top=2)
+
+
+def test_a_server_that_is_none(server):
+    with LLMClient("openai", base_url=server.url) as client:
+        server.faults = ["wrong content type"] * 10
+        with pytest.raises(ClientError, match="Is base_url right"):
+            client.chat([HELLO], Sampling())
+        assert len(server.faults) == 5
+
+
+def test_a_refusal_is_shown_and_not_repeated(server, samples, tmp_path, capsys):
+    server.faults = ["400"] * SAMPLES
+    arguments = command(server.url, samples, tmp_path, "--concurrency=1")
+    with pytest.raises(SystemExit) as error:
+        program.main(arguments)
+    assert error.value.code == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "refuses: 400: " in shown and "prompt: too long" in shown
+    assert "the same command goes on" in shown
+    # Not repeated: one refused, and maybe one more that was on its way.
+    assert len(server.faults) >= SAMPLES - 2 and not server.asked
+
+
+def test_patience_ends(server):
+    with LLMClient("openai", base_url=server.url, patience=1) as client:
+        server.faults = ["500"] * 100
+        begin = time.monotonic()
+        with pytest.raises(ServerGone, match="no good answer for 1 s .*out of luck"):
+            client.chat([HELLO], Sampling())
+        assert time.monotonic() - begin < 30
+
+
+def command(url: str, samples: Path, output: Path, *options: str) -> list[str]:
+    return [
+        "run",
+        "--provider=openai",
+        f"--base-url={url}",
+        f"--samples={samples}",
+        f"--output={output}",
+        *options,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ([], 1, "Is `vllm serve` running?"),
+        (["--base-url=localhost"], 1, "http://"),
+        (["--rounds=-1"], 2, "--rounds"),
+        (["--no-such-option=1"], 2, "--no-such-option"),
+        (["--speculative-config=ngram"], 2, "speculative_config"),
+        (["--playbook=nowhere"], 1, "nowhere is no playbook"),
+        (["--samples=nowhere"], 1, "nowhere"),
+    ],
+)
+def test_errors_of_the_command(options, status, message, samples, tmp_path, capsys):
+    nobody = command("http://127.0.0.1:9", samples, tmp_path, "--patience=0", *options)
+    with pytest.raises(SystemExit) as error:
+        program.main(nobody)
+    assert error.value.code == status
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert message in shown and "Traceback" not in shown
+
+
+def test_wrong_model(server):
+    with pytest.raises(ClientError, match=r"does not serve 'other', but \['m'\]"):
+        LLMClient("openai", "other", base_url=server.url)
+
+
+@pytest.mark.parametrize(("arguments", "word"), [([], "bench"), (["run"], "--rounds")])
+def test_help(arguments, word, capsys):
+    with pytest.raises(SystemExit) as error:
+        program.main([*arguments, "--help"])
+    assert error.value.code == 0 and word in capsys.readouterr().out
+    with pytest.raises(SystemExit) as error:
+        program.main(["walk"])
+    assert error.value.code == 2
+
+
+# The loop
+
+
+def test_all_samples_of_a_phase_at_once(server, samples, whole):
+    """What a run asks, and what it makes of the replies."""
+    train = prompts.load_samples(samples)
+    train = sum(sample.split == "train" for sample in train)
+    counts = Counter((line["round"], line["phase"]) for line in journal(whole))
+    assert counts == {
+        (0, "generator"): SAMPLES,
+        (0, "reflector"): train,
+        (0, "curator"): train,
+        (1, "generator"): SAMPLES,
+        (1, "reflector"): train,
+        (1, "curator"): train,
+        (2, "generator"): SAMPLES,
+    }
+    report = json.loads((whole / "report.json").read_text())
+    rounds = report["rounds"]
+    assert [len(r["playbook"]["bullets"]) for r in rounds] == [0, train, train]
+    assert [r["reflections"] for r in rounds] == [train, train, 0]
+    assert [r["operations"] for r in rounds] == [train, 0, 0]
+    assert [r["without_effect"] for r in rounds] == [0, train, 0]
+    # b1 is tagged by all reflections of the second round: it was not there before.
+    assert rounds[2]["playbook"]["bullets"][0]["helpful"] == train
+    best = max(rounds, key=lambda r: r["accuracy"]["validation"])
+    assert report["best"] == best["number"]
+    assert Playbook.load(whole / "playbook.json").model_dump() == best["playbook"]
+    for entry in rounds:
+        assert entry["accuracy"] == accuracy(samples, whole, entry["number"])
+
+
+def accuracy(samples: Path, output: Path, number: int) -> dict[str, float]:
+    """Of a round, from the journal and the definition."""
+    rows = json.loads(samples.read_text())
+    right: dict[str, list[bool]] = {}
+    for line in journal(output):
+        if (line["round"], line["phase"]) == (number, "generator"):
+            row = rows[line["index"]]
+            said = line["text"].rpartition("Answer: ")[2] == row["answer"]
+            right.setdefault(row["split"], []).append(said)
+    return {split: sum(values) / len(values) for split, values in right.items()}
+
+
+def test_early_stopping(server, samples, tmp_path):
+    """A playbook that is no better is changed `stop_after` times and no more."""
+
+    def never_better(messages):
+        if messages[0]["content"].startswith("Answer"):
+            return "Answer: int"
+        return says(messages)
+
+    server.says = never_better
+    options = {"rounds": 9, "stop_after": 2}
+    report = program.run(settings(server, samples, tmp_path, **options))
+    assert report.stopped_early and [r.number for r in report.rounds] == [0, 1, 2]
+    assert report.best == 0 and not Playbook.load(tmp_path / "playbook.json").bullets
+
+
+def test_replies_that_are_no_json(server, samples, tmp_path):
+    """Are counted and change nothing."""
+    server.says = lambda messages: "I do not know."
+    report = program.run(settings(server, samples, tmp_path, prefill=False, rounds=1))
+    assert report.rounds[0].unreadable == SAMPLES
+    assert report.rounds[0].malformed == 8 and not report.rounds[1].playbook.bullets
+
+
+@pytest.mark.parametrize("stop", [1, 10, 15, 24, 40])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
+    server, samples, whole, tmp_path, stop, monkeypatch
+):
+    """Ctrl-C in the middle of any phase: what was said is not asked for again."""
+    output = tmp_path / "parts"
+    append = Journal.append
+
+    def interrupt(self, *args):
+        reply = append(self, *args)
+        if len(self) == stop:
+            raise KeyboardInterrupt
+        return reply
+
+    arguments = command(server.url, samples, output, "--rounds=2", "--stop-after=0")
+    arguments.append("--concurrency=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", interrupt)
+        with pytest.raises(SystemExit) as error:
+            program.main(arguments)
+    assert error.value.code == 130 and len(journal(output)) == stop
+    server.asked.clear()
+    program.main(arguments)
+    assert journal(output) == journal(whole)
+    assert playbook(output) == playbook(whole)
+    assert len(server.asked) == len(journal(whole)) - stop
+
+
+def test_ctrl_c(server, samples, whole, tmp_path):
+    """The signal, to the program as it is run."""
+    server.pause = 0.05
+    output = tmp_path / "parts"
+    arguments = command(server.url, samples, output, "--rounds=2", "--stop-after=0")
+    program_and_arguments = [sys.executable, str(EXAMPLES / "ace"), *arguments]
+    program_and_arguments.append("--concurrency=2")
+
+    def start() -> subprocess.Popen:
+        # What was started in the background ignores Ctrl-C, and so would its children.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        process = subprocess.Popen(
+            program_and_arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=runners.environment("v1"),
+        )
+        signal.signal(signal.SIGINT, before)
+        return process
+
+    process = start()
+    path = output / "journal.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < 16:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Nothing is lost" in shown
+    assert "Traceback" not in shown
+    kept = journal(output)
+    assert 15 <= len(kept) < len(journal(whole))
+    process = start()
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, shown
+    assert f"{len(kept)} completions are in" in shown
+    assert journal(output) == journal(whole)
+    assert playbook(output) == playbook(whole)
+
+
+def test_more_rounds(server, samples, whole):
+    """A run that is done goes on where it ended."""
+    before = journal(whole)
+    report = program.run(settings(server, samples, whole, rounds=3))
+    assert report.kept == len(before) and report.asked == len(server.asked) > 0
+    assert [r.number for r in report.rounds] == [0, 1, 2, 3]
+    assert [line for line in journal(whole) if line in before] == before
+
+
+def test_a_line_that_was_cut(server, samples, whole):
+    path = whole / "journal.jsonl"
+    content = path.read_bytes()
+    expected = journal(whole)
+    path.write_bytes(content[:-5])
+    program.run(settings(server, samples, whole))
+    assert journal(whole) == expected and len(server.asked) == 1
+
+
+def test_another_run(server, samples, whole):
+    with pytest.raises(JournalError, match="differs in lessons, sampling"):
+        program.run(settings(server, samples, whole, lessons=2, temperature=1))
+    report = program.run(settings(server, samples, whole, lessons=2, restart=True))
+    assert report.kept == 0
+
+
+def test_two_runs_in_one_folder(server, samples, whole):
+    with (
+        Journal(whole / "journal.jsonl", {}, restart=True),
+        pytest.raises(JournalError, match="Another run uses"),
+    ):
+        program.run(settings(server, samples, whole))
+
+
+@pytest.mark.parametrize("content", ["no json\n", "5\n", '{"a": 1}\n[]\n'])
+def test_no_journal(tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(JournalError), Journal(path, {"a": 1}):
+        pass
+    assert path.read_text() == content
+
+
+# The benchmark
+
+
+def completion(ids: list[int], gaps: list[float]) -> Completion:
+    top = [{token: -1.0, -1: -1.0 - gap} for token, gap in zip(ids, gaps, strict=True)]
+    return Completion("", "length", [], ids, top)
+
+
+def test_where_greedy_outputs_part():
+    ours = [
+        completion([1, 2, 3], [1, 1, 1]),
+        completion([1, 2, 3], [1, 1e-5, 1]),
+        completion([1, 2], [1, 1]),
+    ]
+    theirs = [
+        completion([1, 2, 3], [1, 1, 1]),
+        completion([1, 4, 3], [1, 2e-5, 1]),
+        completion([1, 2, 3], [1, 1, 0.5]),
+    ]
+    none = {"reflector": [], "curator": []}
+    tie, other = bench.compare({"generator": ours} | none, {"generator": theirs} | none)
+    assert (tie.index, tie.position, tie.ours, tie.theirs) == (1, 1, 2, 4)
+    assert tie.our_gap == pytest.approx(1e-5) and tie.is_tie
+    assert (other.index, other.position, other.ours, other.theirs) == (2, 2, None, 3)
+    assert other.our_gap is None and not other.is_tie

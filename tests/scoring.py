@@ -81,7 +81,7 @@ def assert_ranks(ranks: np.ndarray, expected: Expected) -> None:
     highest = ranks_of(expected.logits, expected.ids, -2 * LOGIT_ERROR)
     highest = np.maximum(highest - 1, lowest)  # the token is within its own margin
     assert np.all((lowest <= ranks) & (ranks <= highest))
-    assert np.mean(lowest == highest) >= 0.5 or lowest.size < 50
+    assert np.mean(lowest == highest) >= 0.3 or lowest.size < 50
 
 
 def assert_scores(scores, oracle: Oracle, prompt_token_ids, target_token_ids) -> None:

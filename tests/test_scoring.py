@@ -296,11 +296,12 @@ def bf16_tolerance(logits: np.ndarray, layers: int) -> float:
     A logit is a sum of many such terms, so it is off by that share of the logits' own
     deviation, normally distributed. A log-probability is the difference of a logit and
     the log-sum-exp, which is a mean of such errors: at most as much again. Six
-    deviations are not met in a million values. The logit itself is rounded once more.
+    deviations are not met in a million values, and eight leave room for roundings that
+    are not quite independent. The logit itself is rounded once more.
     """
     u = 2.0**-8
     states = u / np.sqrt(3) * np.sqrt(12 * layers)
-    return 2 * 6 * states * logits.std() + u * np.abs(logits).max()
+    return 2 * 8 * states * logits.std() + u * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -317,8 +318,8 @@ def test_bfloat16_is_within_its_bound(engine, oracle, family):
     errors = np.abs(scores.logprobs - expected.logprobs)
     bound = bf16_tolerance(expected.logits, CONFIGS[family].num_hidden_layers)
     assert errors.max() <= bound
-    # Twelve deviations make the bound; the mean error is about one and a half.
-    assert errors.mean() <= bound / 6
+    # Sixteen deviations make the bound; the mean error is about one and a half.
+    assert errors.mean() <= bound / 8
     entropies = np.abs(scores.entropy - expected.entropy)
     assert entropies.max() <= bound
 

@@ -11,9 +11,7 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +21,7 @@ import aiohttp
 import numpy as np
 import pytest
 import requests
-import runners
+from live_server import live_server
 from oracle import pad_targets
 from scoring import assert_scores, random_ids
 from tiny_models import CONFIGS, make_tokenizer
@@ -44,7 +42,6 @@ OPTIONS = {
     "kv-cache-memory-bytes": 64 * 2**20,
     "seed": 0,
 }
-START_SECONDS = 600
 """A server starts in half a minute; a machine may have other work."""
 REQUEST_SECONDS = 120
 REQUESTS = int(os.environ.get("SERVING_REQUESTS", 300))
@@ -93,37 +90,11 @@ class Server:
 @pytest.fixture(scope="module")
 def server(runner, model_folder, tmp_path_factory):
     """A server of the tiny Llama, shared by the module's tests."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    command += [str(model_folder("llama")), f"--port={port}", *options]
-    command += ["--enforce-eager", "--enable-scale-out"]
+    options += ["--enforce-eager", "--enable-scale-out"]
     log = tmp_path_factory.mktemp("serve") / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=runners.environment(runner)
-        )
-    try:
-        server = Server(process, port)
-        deadline = time.monotonic() + START_SECONDS
-        while not is_healthy(server):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.2)
-        yield server
-        assert process.poll() is None, log.read_text()[-4000:]
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def is_healthy(server: Server) -> bool:
-    try:
-        return requests.get(server.url + "/health", timeout=10).ok
-    except requests.ConnectionError:
-        return False
+    with live_server(model_folder("llama"), options, runner, log) as started:
+        yield Server(*started)
 
 
 @pytest.fixture

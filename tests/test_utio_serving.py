@@ -2,16 +2,12 @@
 """`max_depth` and depth routing over HTTP: a live server on the loopback interface."""
 
 import re
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 import requests
-import runners
 from depth_routing import CUTOFFS
-from test_serving import OPTIONS, START_SECONDS, Server, is_healthy
+from live_server import live_server
+from test_serving import OPTIONS, Server
 from tiny_models import make_tokenizer
 
 MODEL = OPTIONS["served-model-name"]
@@ -28,33 +24,14 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def server(model_folder, tmp_path_factory):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     folder = tmp_path_factory.mktemp("serve")
     template = folder / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    command += [str(model_folder("deep_llama")), f"--port={port}", *options, *FLAGS]
-    command += [f"--chat-template={template}"]
-    log = folder / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=runners.environment("v1")
-        )
-    try:
-        server = Server(process, port)
-        deadline = time.monotonic() + START_SECONDS
-        while not is_healthy(server):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.2)
-        yield server
-        assert process.poll() is None, log.read_text()[-4000:]
-    finally:
-        process.terminate()
-        process.wait(60)
+    options += [*FLAGS, f"--chat-template={template}"]
+    model = model_folder("deep_llama")
+    with live_server(model, options, "v1", folder / "log") as started:
+        yield Server(*started)
 
 
 def body(path: str, **fields) -> dict:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts `vllm serve` on the loopback for the time of some tests."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import requests
+import runners
+
+START_SECONDS = 600
+
+
+@contextmanager
+def live_server(
+    model: Path, options: Sequence[str], runner: str, log: Path
+) -> Iterator[tuple[subprocess.Popen, int]]:
+    """Yields the process and the port of a server that answers.
+
+    Args:
+        model: folder of the model.
+        options: of the command line.
+        runner: one of `runners.RUNNERS`.
+        log: file for what it prints.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    command += [str(model), f"--port={port}", *options]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=runners.environment(runner)
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _is_healthy(port):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.2)
+        yield process, port
+        assert process.poll() is None, log.read_text()[-4000:]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=10).ok
+    except requests.ConnectionError:
+        return False

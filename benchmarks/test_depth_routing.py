@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depth routing saves, eager against eager, and what the cost model says it should.
+"""What depth routing saves, and what the cost model says it should.
 
 Half of the decode tokens leave after 6 of 16 layers, a fifth after 10, the rest run
 all: 9.8 on average. One engine takes all ways in turn, from step to step, so that all
@@ -8,6 +8,9 @@ to 4 % here. Full depth is the engine with its router taken out. Every ratio is 
 neighbouring steps.
 
     taskset -c 0 .venv/bin/python -m pytest benchmarks/test_depth_routing.py
+
+Eager against eager; with `DEPTH_COMPILED=1` compiled against the compiled default, and
+the eager staircase against it as well. The model's parts are timed eagerly in any case.
 
 What every token pays, its exit's logits, bounds the gain. `DEPTH_VOCABULARY=4096` makes
 that part small.
@@ -28,6 +31,8 @@ SHARES = (0.5, 0.2, 0.3)
 UNIFORM = 10  # all tokens: as many layers as the others run on average
 DTYPE = os.environ.get("DEPTH_DTYPE", "float32")
 VOCABULARY = int(os.environ.get("DEPTH_VOCABULARY", "32000"))
+COMPILED = os.environ.get("DEPTH_COMPILED", "0") == "1"
+MODE = "compiled" if COMPILED else "eager"
 ROUNDS = int(os.environ.get("DEPTH_ROUNDS", "11"))
 DISTINCT = 8
 """Prompts of a long context that differ; the others read them from the prefix cache.
@@ -35,9 +40,10 @@ Their keys and values fill caches several times over, and prefill stays bearable
 NEVER = 10**6
 LONGEST = 1024 + max(12 * ROUNDS, 256)
 
-FULL, STAIRCASE, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
+FULL, STAIRCASE, EAGER, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
     "full depth",
     "staircase",
+    "staircase, eager",
     "probes at the cutoffs",
     "buckets",
     f"all leave at {UNIFORM}",
@@ -45,6 +51,8 @@ FULL, STAIRCASE, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
     "batch too small",
 )
 WAYS = (STAIRCASE, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK)
+if COMPILED:
+    WAYS = (STAIRCASE, EAGER, *WAYS[1:])
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +63,7 @@ def llm():
         model=str(random_llama(VOCABULARY, 1024, NUM_LAYERS, "float32")),
         skip_tokenizer_init=True,
         dtype=DTYPE,
-        enforce_eager=True,
+        enforce_eager=not COMPILED,
         max_model_len=LONGEST,
         max_num_batched_tokens=1024,
         max_num_seqs=256,
@@ -65,6 +73,7 @@ def llm():
         utio_bucket_cutoffs=list(CUTOFFS),
         utio_bucket_shares=list(SHARES),
         utio_min_batch_size=1,
+        utio_gate=False,
     )
 
 
@@ -76,6 +85,8 @@ def way(llm, name: str):
     policy = router.policy
     if name == FULL:
         runner(llm).depth_router = None
+    elif name == EAGER:
+        eager(llm, True)
     elif name == PROBES:
         router.policy = probes(llm)
     elif name == BUCKETS:
@@ -91,6 +102,14 @@ def way(llm, name: str):
         vars(config).update(before)
         runner(llm).depth_router = router
         router.policy = policy
+        eager(llm, not COMPILED)
+
+
+def eager(llm, on: bool) -> None:
+    """Switches the graphs of the model and of its segments off, or on again."""
+    model = runner(llm).model.model
+    for module in (model, *model.depth_loop.segments):
+        module.do_not_compile = on
 
 
 def probes(llm):
@@ -201,6 +220,7 @@ class CostModel:
             watch(layer.input_layernorm, "norm")
             watch(layer.self_attn.qkv_proj, "qkv")
         with way(llm, FULL):
+            eager(llm, True)
             totals = [seconds(llm) for _ in range(5)]
         for hook in hooks:
             hook.remove()
@@ -247,7 +267,7 @@ def ratio(first: np.ndarray, second: np.ndarray) -> str:
 def test_decode_steps(llm, tables, batch, context):
     counts = leaving(batch)
     rows = tables.setdefault(
-        f"Decode steps, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth (model's prediction)",
+        f"Decode steps, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth (model's prediction)",
         [["batch", "context", "full depth, ms", *WAYS]],
     )
     times = decode_steps(llm, batch, context)
@@ -255,6 +275,7 @@ def test_decode_steps(llm, tables, batch, context):
     model = CostModel(llm, batch, {batch, *counts, *at_least} - {0})
     predicted = {
         STAIRCASE: model.staircase(counts),
+        EAGER: model.staircase(counts),
         PROBES: model.staircase(counts),
         BUCKETS: model.buckets(counts),
         TRUNCATED: model.staircase([batch * (c == UNIFORM) for c in CUTOFFS]),
@@ -280,8 +301,8 @@ def test_decode_steps(llm, tables, batch, context):
 def test_overhead_where_nothing_is_routed(llm, tables, batch, rounds=60):
     """Steps that fall back: the same layers, and what routing does around them."""
     rows = tables.setdefault(
-        f"Decode steps that fall back, {DTYPE}, vocabulary {VOCABULARY}: times as long "
-        "as full depth (95 % interval of the median)",
+        f"Decode steps that fall back, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: times "
+        "as long as full depth (95 % interval of the median)",
         [["batch", SCORED, FALLBACK]],
     )
     times = decode_steps(llm, batch, 32, (SCORED, FALLBACK), rounds)
@@ -307,7 +328,7 @@ def test_whole_calls(llm, tables, batch, context, max_tokens=32, rounds=3):
     from vllm import TokensPrompt
 
     rows = tables.setdefault(
-        f"Whole calls of {max_tokens} tokens, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth",
+        f"Whole calls of {max_tokens} tokens, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth",
         [["batch", "context", "full depth, s", *WAYS]],
     )
     requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(batch, context)]

@@ -74,6 +74,7 @@ def routing(**options) -> dict:
         enable_utio=True,
         utio_bucket_cutoffs=CUTOFFS[:-1],
         utio_min_batch_size=1,
+        utio_gate=False,
         utio_policy=f"{Planted.__module__}.{Planted.__qualname__}",
     ) | logits_options(**options)
 

@@ -45,6 +45,7 @@ def engine_options(**options) -> dict:
         utio_bucket_cutoffs=CUTOFFS[:-1],
         utio_bucket_shares=SHARES,
         utio_min_batch_size=1,
+        utio_gate=False,
         utio_policy=f"{Recorded.__module__}.{Recorded.__qualname__}",
     ) | logits_options(**options)
 

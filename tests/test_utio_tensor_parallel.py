@@ -18,6 +18,7 @@ def llm(tensor_parallel_engine):
         utio_bucket_cutoffs=CUTOFFS[:-1],
         utio_bucket_shares=(0.375, 0.25, 0.375),
         utio_min_batch_size=8,
+        utio_gate=False,
         **logits_options(),
     )
 

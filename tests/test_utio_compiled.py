@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing with compiled segments: a trace must hold for every plan that comes later.
+
+Most tests trace with Dynamo and run the graphs as they are, which shows what a trace
+has taken for constant; one compiles them as users do.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+from depth_routing import (
+    CUTOFFS,
+    NUM_LAYERS,
+    Request,
+    assert_logits,
+    model_runner,
+    poison_cache,
+    random_plan,
+    routing,
+    serve,
+)
+from scoring import random_ids
+from tiny_models import CONFIGS
+
+FAMILIES = ("deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt")
+SEGMENTS = len(CUTOFFS)
+
+
+@contextmanager
+def compiling(folder, backend: str):
+    """The environment of an engine that compiles: `eager` only traces."""
+    from vllm.envs import disable_envs_cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(folder))
+        if backend == "eager":
+            patch.setenv("VLLM_CPU_CI_ENV", "1")
+        disable_envs_cache()  # an engine that was started before has filled it
+        yield
+    disable_envs_cache()
+
+
+@pytest.fixture(scope="module")
+def compiled(engine, tmp_path_factory):
+    """The compiled engine of a family."""
+    folder = tmp_path_factory.mktemp("cache")
+
+    def start(family: str, backend: str = "eager", **options):
+        rows = {"eager": 64, "inductor": 66}[backend]  # engines are shared by options
+        options |= dict(enforce_eager=False, max_num_batched_tokens=rows)
+        with compiling(folder, backend):
+            return engine(family, **routing(**options))
+
+    return start
+
+
+def traffic(seed: int, family: str = "deep_llama") -> list[Request]:
+    """They join and leave, some with a ceiling; some prompts take two chunks."""
+    ceilings = [None, 2, None, 4, NUM_LAYERS]
+    vocabulary = CONFIGS[family].vocab_size
+    requests = [
+        Request(
+            random_ids(seed + n, vocabulary, 1 + 23 * (n % 4)),
+            max_tokens=3 + n % 7,
+            arrival=n % 5,
+        )
+        for n in range(10)
+    ]
+    for n, request in enumerate(requests):
+        if ceilings[n % 5] is not None:
+            request.options = dict(max_depth=ceilings[n % 5])
+    return requests
+
+
+def assert_right(llm, oracle, requests: list[Request], seed: int) -> None:
+    plan = random_plan(seed)
+    serve(llm, requests, plan)
+    for number, request in enumerate(requests):
+        ceiling = request.options.get("max_depth", NUM_LAYERS)
+        depths = [plan(number, step) for step in range(len(request.tokens))]
+        request.depths = [min(depth, ceiling) for depth in depths]
+        if request.options.get("max_depth") == NUM_LAYERS:
+            request.depths = [NUM_LAYERS] * len(depths)  # never routed
+    assert_logits(oracle, requests)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_depths(compiled, depth_oracle, family):
+    """The first routed step may have as many tokens that leave as that go on."""
+    llm, oracle = compiled(family), depth_oracle(family)
+    halves = [Request(random_ids(n, CONFIGS[family].vocab_size, 9), 3) for n in range(4)]
+    serve(llm, halves, lambda request, step: 2 if request % 2 else NUM_LAYERS)
+    assert_logits(oracle, halves)
+    for seed in (1, 2):
+        assert_right(llm, oracle, traffic(20 * seed, family), seed)
+
+
+@pytest.mark.parametrize("depth", CUTOFFS)
+def test_batches_of_one_depth(compiled, depth_oracle, depth):
+    """One token, then eight; at the first cutoff, the others have no row that runs."""
+    llm, oracle = compiled("deep_llama"), depth_oracle("deep_llama")
+    for size in (1, 8):
+        requests = [Request(random_ids(60 + n, 512, 9), 5) for n in range(size)]
+        serve(llm, requests, lambda request, step: depth)
+        assert_logits(oracle, requests)
+
+
+def test_buckets(compiled, depth_oracle):
+    llm = compiled("deep_llama", utio_schedule="buckets")
+    assert_right(llm, depth_oracle("deep_llama"), traffic(80), 3)
+
+
+def test_preemption(compiled, depth_oracle):
+    requests = [Request(random_ids(90 + n, 512, 20), 8) for n in range(4)]
+    serve(compiled("deep_llama"), requests, random_plan(4), interrupt_at=5)
+    assert any(request.preempted for request in requests)
+    assert_logits(depth_oracle("deep_llama"), requests)
+
+
+def test_no_unwritten_slot_is_read(compiled, depth_oracle):
+    llm = compiled("deep_llama")
+    poison_cache(llm)
+    for seed in (5, 6):  # the second time in the blocks of the first
+        assert_right(llm, depth_oracle("deep_llama"), traffic(100 + seed), seed)
+
+
+def test_audits_run_compiled_too(compiled, depth_oracle):
+    llm = compiled("deep_llama", utio_audit_fraction=1.0)
+    assert_right(llm, depth_oracle("deep_llama"), traffic(120), 7)
+
+
+def test_routed_and_full_steps_run_graphs(compiled):
+    """Nothing runs a layer's own forward, whatever the plan."""
+    llm = compiled("deep_llama")
+    serve(llm, [Request([5, 6, 7], 4)], lambda request, step: 2)  # traces, if need be
+    layers = model_runner(llm).model.model.layers
+    called = []
+    hooks = [layer.register_forward_pre_hook(lambda *_: called.append(1)) for layer in layers]  # fmt: skip
+    try:
+        for depth in CUTOFFS:
+            serve(llm, [Request([5, 6, 7], 4)], lambda request, step: depth)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not called
+
+
+def test_a_plan_that_the_model_ignores_is_an_error(engine, monkeypatch):
+    """As a graph that was traced without it would."""
+    from vllm.model_executor.layers import depth
+
+    llm = engine("deep_llama", **routing(max_num_batched_tokens=63))
+    model = model_runner(llm).model.model
+    monkeypatch.setattr(model, "depth_loop", None)
+    with pytest.raises(RuntimeError, match="without its depth plan"):
+        serve(llm, [Request([5, 6, 7], 4)], lambda request, step: 2)
+    assert depth.active_rows(model.norm.weight) is not None
+
+
+def test_as_users_compile_it(compiled, depth_oracle):
+    """And again from what the first engine has stored, a trace for each segment."""
+    from vllm.compilation.counter import compilation_counter as counter
+
+    oracle = depth_oracle("deep_llama")
+    compiles, loads = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
+    first = compiled("deep_llama", backend="inductor")
+    assert counter.num_aot_compiles - compiles == 1 + SEGMENTS
+    assert_right(first, oracle, traffic(140), 8)
+    second = compiled("deep_llama", backend="inductor", seed=1)
+    assert counter.num_aot_artifacts_loaded - loads == 1 + SEGMENTS
+    assert counter.num_aot_compiles - compiles == 1 + SEGMENTS
+    assert_right(second, oracle, traffic(160), 9)
+    # Nothing was compiled after the start.
+    assert counter.num_aot_compiles - compiles == 1 + SEGMENTS

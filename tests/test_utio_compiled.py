@@ -88,7 +88,9 @@ def assert_right(llm, oracle, requests: list[Request], seed: int) -> None:
 def test_mixed_depths(compiled, depth_oracle, family):
     """The first routed step may have as many tokens that leave as that go on."""
     llm, oracle = compiled(family), depth_oracle(family)
-    halves = [Request(random_ids(n, CONFIGS[family].vocab_size, 9), 3) for n in range(4)]
+    halves = [
+        Request(random_ids(n, CONFIGS[family].vocab_size, 9), 3) for n in range(4)
+    ]
     serve(llm, halves, lambda request, step: 2 if request % 2 else NUM_LAYERS)
     assert_logits(oracle, halves)
     for seed in (1, 2):

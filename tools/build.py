@@ -9,19 +9,25 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import functools
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tools import fetch, lock as locks, stamp
 from tools.common import HERE, PYTEST_OPTIONS, Checkout, ToolError, run_main
+
+ROOM_FOR_TWO = 14 * 2**30
+"""Bytes of memory for two sessions of the engine tests at once."""
 
 # The project's main job on real input, and what to do after it.
 DEMO = [
@@ -95,22 +101,43 @@ class Log:
         Returns:
             the exit status and the lines.
         """
-        self.stream.write(f"\n$ {' '.join(command)}\n")
+        process = _start(command, cwd, environment, subprocess.PIPE)
+        assert process.stdout is not None
+        return self._follow(process, process.stdout, show)
+
+    @contextlib.contextmanager
+    def beside(
+        self, command: list[str], cwd: Path, environment: dict[str, str]
+    ) -> Iterator[Callable[..., tuple[int, list[str]]]]:
+        """Run a command while the body does something else.
+
+        Yields:
+            what waits for the command; takes ``show`` and returns as ``run`` does.
+        """
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            process = _start(command, cwd, environment, output)
+
+            def wait(show: Callable[[str], None]) -> tuple[int, list[str]]:
+                process.wait()
+                output.seek(0)
+                return self._follow(process, output, show)
+
+            try:
+                yield wait
+            finally:
+                if process.poll() is None:
+                    _end(process)
+
+    def _follow(
+        self,
+        process: subprocess.Popen[str],
+        output: IO[str],
+        show: Callable[[str], None],
+    ) -> tuple[int, list[str]]:
+        self.stream.write(f"\n$ {' '.join(map(str, process.args))}\n")
         lines = []
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
+            for line in output:
                 self.stream.write(line)
                 lines.append(line.rstrip("\n"))
                 show(line)
@@ -118,6 +145,22 @@ class Log:
         except BaseException:
             _end(process)
             raise
+
+
+def _start(
+    command: list[str], cwd: Path, environment: dict[str, str], output: int | IO[str]
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -350,6 +393,8 @@ def _to_terminal(line: str) -> None:
 def test(checkout: Checkout, log: Log) -> None:
     """Run every kind of test and print one summary of all.
 
+    The two longest parts run side by side where there is room.
+
     Raises:
         ToolError: a part failed.
     """
@@ -363,13 +408,13 @@ def test(checkout: Checkout, log: Log) -> None:
         "engine, V1": [*pytest, *engine, "--runner=v1"],
         "engine, V2": [*pytest, *engine, "--runner=v2"],
     }
+    environment = offline_environment(checkout)
     rows, failed = [], []
-    for title, command in parts.items():
+
+    def report(title: str, run: Callable[..., tuple[int, list[str]]]) -> None:
         print(f"\n--- {title}", flush=True)
         started = time.monotonic()
-        status, lines = log.run(
-            command, checkout.root, offline_environment(checkout), _to_terminal
-        )
+        status, lines = run(show=_to_terminal)
         matches = [found for line in lines if (found := _SUMMARY.match(line))]
         # The engine tests run once per model runner, each with a summary.
         said = "; ".join(m.group(1) for m in matches) or f"exit status {status}"
@@ -380,9 +425,33 @@ def test(checkout: Checkout, log: Log) -> None:
         print(f"--- {title}: {'FAILED' if status else 'ok'}, {seconds:.0f} s")
         if status:
             failed.append(title)
+
+    *first, v1, v2 = [
+        (title, functools.partial(log.run, command, checkout.root, environment))
+        for title, command in parts.items()
+    ]
+    for title, run in first:
+        report(title, run)
+    if _has_room_for_two():
+        # Each on the core that is free; vLLM would bind both to the same one.
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        command = parts["engine, V2"]
+        with log.beside(command, checkout.root, environment) as wait:
+            report(*v1)
+            report(v2[0], wait)
+    else:
+        report(*v1)
+        report(*v2)
     print(f"\nfull log: {log.path}\n" + "\n".join(rows))
     if failed:
         raise ToolError(f"{len(failed)} of {len(parts)} parts failed: {failed}")
+
+
+def _has_room_for_two() -> bool:
+    """Whether two sessions of the engine tests can run at once."""
+    found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    available = int(found[1]) * 1024 if found else 0
+    return len(os.sched_getaffinity(0)) > 1 and available > ROOM_FOR_TWO
 
 
 # ---------------------------------------------------------------- command line

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,29 @@ def test_the_real_series_holds_under_a_hostile_configuration(hostile):
         text=True,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_command_beside_another(fork):
+    log = build.Log(fork.checkout, "test")
+    shown = []
+    slow = [sys.executable, "-c", "import time; time.sleep(1); print('slow')"]
+    quick = [sys.executable, "-c", "print('quick'); raise SystemExit(3)"]
+    with log.beside(slow, fork.checkout.root, dict(os.environ)) as wait:
+        assert log.run(quick, fork.checkout.root, dict(os.environ), shown.append)[0] == 3
+        assert wait(show=shown.append) == (0, ["slow"])
+    assert shown == ["quick\n", "slow\n"]
+    assert "slow" in log.path.read_text()
+
+
+def test_a_command_beside_one_that_fails_is_ended(fork):
+    log = build.Log(fork.checkout, "test")
+    pid = fork.checkout.root / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    with (
+        pytest.raises(ToolError),
+        log.beside([sys.executable, "-c", code], fork.checkout.root, dict(os.environ)),
+    ):
+        while not pid.exists() or not pid.read_text():
+            time.sleep(0.01)
+        raise ToolError("of the other")
+    assert not Path(f"/proc/{pid.read_text()}").exists()

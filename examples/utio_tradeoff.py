@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What routing by depth saves and what it costs, for a model and a text.
+
+    python examples/utio_tradeoff.py --calibration probe.safetensors --output plot.png
+    python examples/utio_tradeoff.py --model facebook/opt-125m --cutoffs 4 6 8 \\
+        --text book.txt --leaving 0.3 0.5
+
+Each way of routing is run at each early exit with each share of leavers, one exit at a
+time, beside all tokens leaving there and none.
+
+Cost: held-out text is forced through routed decoding, token by token, in a batch, and
+the log-probability that the model gave each forced token is recorded. A wrong step does
+not change what comes after it, except through the keys and values that leavers write,
+which is part of the cost. Agreement is with the greedy choice at full depth.
+
+Gain: the same batch generates freely, in turn with routing and with `max_depth` at all
+layers, which exempts requests from it, in the same engine. Prompts come from the prefix
+cache. The ratio is of whole calls, the median of neighbours.
+
+Ways: random; tis, the score known before a step; probe, of a calibration made by
+utio_calibrate.py; oracle, which knows the true divergence of each token's exit from full
+depth (by teacher forcing on Transformers). The oracle can not be had; how much of the
+gap between random and oracle a way closes says how good it is.
+"""
+
+import argparse
+import csv
+import math
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Policies and the text that is forced are shared with the engine: one process, and the
+# model runner that takes logits processors.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+sys.path.insert(0, str(EXAMPLES))
+
+import numpy as np
+import torch
+import utio_calibrate as calibrate
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.worker.depth_policy import CalibratedProbe, CutoffPolicy, DepthPolicy
+
+RANDOM, TIS, PROBE, ORACLE = "random", "tis", "probe", "oracle"
+UNIFORM, FULL = "all tokens", "full depth"
+
+
+class ForcedTokens(AdapterLogitsProcessor):
+    """Makes a request generate the tokens in its `extra_args["forced"]`."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params):
+        forced = (params.extra_args or {}).get("forced")
+        if forced is None:
+            return None
+
+        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            token = forced[len(output_ids)]
+            logits.fill_(-torch.inf)
+            logits[token] = 0.0
+            return logits
+
+        return force
+
+
+class Chosen:
+    """What the engine's policy does now."""
+
+    way = RANDOM
+    shares: list[float] = []  # that leave at each cutoff
+    generator = torch.Generator()
+    # Of the oracle: nats [steps], by request and cutoff; how far each request is.
+    divergence: dict[tuple[str, int], np.ndarray] = {}
+    steps: Counter[str] = Counter()
+
+    @classmethod
+    def set(cls, way: str, shares: Sequence[float]) -> None:
+        cls.way, cls.shares = way, list(shares)
+        cls.generator.manual_seed(0)
+        cls.steps.clear()
+
+
+class BeforeTheStep(DepthPolicy):
+    """Random routing, or by the token importance score."""
+
+    def assign(self, scores: torch.Tensor, req_ids: Sequence[str]):
+        if Chosen.way == RANDOM:
+            scores = torch.rand(len(req_ids), generator=Chosen.generator)
+        ends = np.round(np.cumsum([0, *Chosen.shares]) * len(req_ids)).astype(int)
+        return scores.argsort(descending=True, stable=True), np.diff(ends).tolist()
+
+
+class AtTheCutoff(CutoffPolicy):
+    """By a probe, or by the true divergence."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        AtTheCutoff.newest = self
+        self.probe = CalibratedProbe(config) if config.calibration else None
+
+    def score(self, cutoff, states, req_indices, req_ids):
+        if Chosen.way == PROBE:
+            return self.probe.score(cutoff, states, req_indices, req_ids)
+        scores = []
+        for index in req_indices.tolist():
+            # The engine appends eight characters to the ids that it is given.
+            name = req_ids[index].rpartition("-")[0]
+            known = Chosen.divergence.get((name, cutoff), (0.0,))
+            scores.append(known[min(Chosen.steps[name], len(known) - 1)])
+            Chosen.steps[name] += 1
+        return torch.tensor(scores, dtype=torch.float32, device=states.device)
+
+
+@dataclass
+class Point:
+    """One way of routing."""
+
+    way: str
+    cutoff: int
+    leaving: float
+    mean_depth: float  # share of all layers
+    perplexity: float
+    rise: float  # of the perplexity, relative
+    agreement: float
+    speedup: float
+
+
+def main(argv: list[str] | None = None) -> list[Point]:
+    args = parse_args(argv)
+    given, args.cutoffs = args.cutoffs, args.cutoffs or [1]
+    num_layers = calibrate.load_config(args).num_hidden_layers
+    args.cutoffs = given or [num_layers // 2]
+    sweep = Sweep(args, num_layers)
+    try:
+        sweep.run()
+    except KeyboardInterrupt:
+        print("interrupted; what there is:", file=sys.stderr)
+    if not sweep.points:
+        sys.exit("nothing was measured")
+    show(sweep)
+    if args.csv:
+        write_csv(args.csv, sweep.points)
+    if args.output:
+        draw(args.output, sweep)
+    return sweep.points
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--model", default=str(EXAMPLES / "reference_model/model"),
+        help=f"folder or name of a Hugging Face model: {', '.join(calibrate.FAMILIES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cutoffs", type=int, nargs="+", metavar="LAYERS",
+        help="early exits, tried singly; default: half of the layers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--leaving", type=float, nargs="+", default=[0.3, 0.5, 0.7], metavar="SHARE",
+        help="shares of the tokens that leave early",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ways", nargs="+", choices=[RANDOM, TIS, PROBE, ORACLE],
+        help="ways of routing; default: all, the probe with --calibration only",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="of utio_calibrate.py"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="the plot")
+    parser.add_argument("--csv", type=Path, metavar="FILE")
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--text", nargs="+", type=Path, metavar="FILE",
+        help="UTF-8 files, or folders of them; default: the files of vLLM's source "
+        "archive that the reference model was not trained on",
+    )  # fmt: skip
+    text.add_argument(
+        "--archive", type=Path,
+        default=EXAMPLES.parent / "build/downloads/vllm-0.32.0.tar.gz",
+        help="vLLM's source archive, read if there is no --text",
+    )  # fmt: skip
+    text.add_argument("--sequences", type=int, default=64, help="batch size")
+    text.add_argument("--prompt-length", type=int, default=64, help="tokens")
+    text.add_argument("--forced-length", type=int, default=192, help="tokens")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--dtype", default="float32")
+    engine.add_argument("--enforce-eager", action="store_true")
+    engine.add_argument("--kv-cache-memory-bytes", type=int, default=2**28)
+    engine.add_argument(
+        "--speed-tokens", type=int, default=32, help="tokens of a timed call"
+    )
+    engine.add_argument(
+        "--speed-rounds", type=int, default=5, help="timed pairs of calls; 0: none"
+    )
+    args = parser.parse_args(argv)
+    for name in ("sequences", "prompt_length", "speed_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.forced_length < 2:
+        parser.error("--forced-length must be at least 2")
+    if args.cutoffs:
+        args.cutoffs = sorted(set(args.cutoffs))
+        if args.cutoffs[0] < 1:
+            parser.error(f"--cutoffs must be at least 1, not {args.cutoffs[0]}")
+    if not all(0 < share < 1 for share in args.leaving):
+        parser.error("--leaving must be between 0 and 1")
+    if args.ways and PROBE in args.ways and not args.calibration:
+        parser.error("--ways probe needs a --calibration")
+    if not args.ways:
+        args.ways = [RANDOM, TIS, *([PROBE] if args.calibration else []), ORACLE]
+    for path in (args.output, args.csv):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"{path}: not a file in an existing folder")
+    args.device, args.context_length = "cpu", 1  # what calibrate's functions look at
+    return args
+
+
+class Sweep:
+    """Runs the ways of routing, and keeps what came of them."""
+
+    def __init__(self, args: argparse.Namespace, num_layers: int):
+        self.args = args
+        self.num_layers = num_layers
+        self.windows = read_windows(args)
+        self.points: list[Point] = []
+        self.engines: list[LLM] = []  # of which none may be collected before the others
+        self.base = 0.0  # perplexity at full depth
+
+    def run(self) -> None:
+        args = self.args
+        early = [way for way in args.ways if way in (RANDOM, TIS)]
+        late = [way for way in args.ways if way in (PROBE, ORACLE)]
+        if ORACLE in late:
+            Chosen.divergence = self.divergences()
+        total = len(args.cutoffs) * (1 + len(args.leaving) * len(args.ways))
+        with tqdm(total=1 + total, unit="way") as bar:
+            llm = self.engine(BeforeTheStep)
+            self.stay = self.shares(self.num_layers, 0.0)
+            Chosen.set(RANDOM, self.stay)
+            logprobs, self.greedy, _ = self.force(llm, max_depth=self.num_layers)
+            self.base = math.exp(-logprobs.mean())
+            bar.update()
+            for cutoff in args.cutoffs:
+                measured = self.force(llm, max_depth=cutoff)
+                self.add(llm, UNIFORM, cutoff, 1.0, measured, max_depth=cutoff)
+                bar.update()
+            for ways, policy in ((early, BeforeTheStep), (late, AtTheCutoff)):
+                if not ways:
+                    continue
+                if policy is AtTheCutoff:
+                    llm = self.engine(policy)
+                for cutoff in args.cutoffs:
+                    for leaving in args.leaving:
+                        for way in ways:
+                            Chosen.set(way, self.shares(cutoff, leaving))
+                            if policy is AtTheCutoff:
+                                policy.newest.config.bucket_shares = Chosen.shares
+                            self.add(llm, way, cutoff, leaving, self.force(llm))
+                            bar.update()
+
+    def shares(self, cutoff: int, leaving: float) -> list[float]:
+        """Of each of the engine's cutoffs."""
+        early = [leaving * (cutoff == other) for other in self.args.cutoffs]
+        return [*early, 1 - sum(early)]
+
+    def engine(self, policy: type) -> LLM:
+        args = self.args
+        options = {}
+        if policy is AtTheCutoff and args.calibration:
+            options["utio_calibration"] = str(args.calibration)
+        try:
+            llm = LLM(
+                args.model,
+                dtype=args.dtype,
+                enforce_eager=args.enforce_eager,
+                max_num_seqs=args.sequences,
+                max_model_len=self.windows.shape[1] + args.speed_tokens,
+                kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+                logits_processors=[ForcedTokens],
+                seed=0,
+                enable_utio=True,
+                utio_bucket_cutoffs=args.cutoffs,
+                utio_min_batch_size=1,
+                utio_gate=False,
+                utio_policy=f"{policy.__module__}.{policy.__qualname__}",
+                **options,
+            )
+        except ValueError as error:
+            sys.exit(f"--model {args.model}: {error}")
+        self.engines.append(llm)
+        return llm
+
+    def divergences(self) -> dict[tuple[str, int], np.ndarray]:
+        """KL(full depth || exit) of each decode step by request and cutoff, nats."""
+        args = self.args
+        model = calibrate.load_model(args)
+        exits = calibrate.Exits(model, args.cutoffs)
+        found = {}
+        windows = self.windows.tolist()
+        for n, rows in enumerate(calibrate.progress(exits, windows, 8, "oracle")):
+            for cutoff, kl in zip(args.cutoffs, rows.kl):
+                # Row 0 is the window's second token; the first decode step runs the
+                # first forced one.
+                found[f"{n}", cutoff] = kl[args.prompt_length - 1 :]
+        return found
+
+    def force(self, llm: LLM, max_depth: int | None = None):
+        """Decodes the windows.
+
+        Returns:
+            Log-probability of each forced token and the most probable one, float64 and
+            int64 `[sequences, decode steps]`, and the mean share of the layers.
+        """
+        forced = self.windows[:, self.args.prompt_length :]
+        outputs = self.generate(
+            llm,
+            [
+                SamplingParams(
+                    max_tokens=forced.shape[1],
+                    temperature=0.0,
+                    ignore_eos=True,
+                    logprobs=1,
+                    detokenize=False,
+                    extra_args={"forced": row.tolist()},
+                    max_depth=max_depth,
+                )
+                for row in forced
+            ],
+        )
+        logprobs = np.empty(forced.shape)
+        greedy = np.empty(forced.shape, dtype=np.int64)
+        for row, output in enumerate(outputs):
+            assert list(output.token_ids) == forced[row].tolist()
+            for column, found in enumerate(output.logprobs):
+                logprobs[row, column] = found[forced[row, column]].logprob
+                greedy[row, column] = next(t for t, lp in found.items() if lp.rank == 1)
+        depth = np.mean([output.mean_decode_depth for output in outputs])
+        # The first token comes from the prompt, at full depth.
+        return logprobs[:, 1:], greedy[:, 1:], depth / self.num_layers
+
+    def generate(self, llm: LLM, params: list[SamplingParams]) -> list:
+        """The completions. Requests are named by their numbers, all decode at once."""
+        Chosen.steps.clear()
+        engine = llm.llm_engine
+        for n, (window, own) in enumerate(zip(self.windows, params)):
+            ids = window[: self.args.prompt_length].tolist()
+            engine.add_request(f"{n}", TokensPrompt(prompt_token_ids=ids), own)
+        done = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    done[int(output.request_id)] = output.outputs[0]
+        return [done[n] for n in range(len(params))]
+
+    def add(self, llm, way, cutoff, leaving, measured, max_depth=None) -> None:
+        logprobs, greedy, depth = measured
+        perplexity = math.exp(-logprobs.mean())
+        self.points.append(
+            Point(
+                way,
+                cutoff,
+                leaving,
+                depth,
+                perplexity,
+                perplexity / self.base - 1,
+                float((greedy == self.greedy).mean()),
+                self.speedup(llm, max_depth),
+            )
+        )
+
+    def speedup(self, llm: LLM, max_depth: int | None) -> float:
+        """Times as fast as exempt requests."""
+        ratios = []
+        for round_ in range(self.args.speed_rounds + 1):
+            seconds = {}
+            pair = [max_depth, self.num_layers]
+            for depth in pair if round_ % 2 else reversed(pair):
+                params = SamplingParams(
+                    max_tokens=self.args.speed_tokens,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    detokenize=False,
+                    max_depth=depth,
+                )
+                started = time.perf_counter()
+                self.generate(llm, [params] * len(self.windows))
+                seconds[depth] = time.perf_counter() - started
+            ratios.append(seconds[self.num_layers] / seconds[max_depth])
+        return statistics.median(ratios[1:]) if ratios[1:] else math.nan
+
+
+def read_windows(args: argparse.Namespace) -> np.ndarray:
+    """int64 `[sequences, prompt + forced]`: the beginnings of texts."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model {args.model}: no tokenizer: {error}")
+    if args.text is None:
+        if not args.archive.is_file():
+            sys.exit(f"--archive {args.archive}: no such file; or name a --text")
+        sys.path.insert(0, str(EXAMPLES / "reference_model"))
+        from corpus import read
+
+        texts = list(read(args.archive, held_out=True).values())
+    else:
+        texts = calibrate.read_texts(args)
+    length = args.prompt_length + args.forced_length
+    rows = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    # First the beginnings of all texts, then what follows in each.
+    windows = [row[:length] for row in rows if len(row) >= length]
+    for row in rows:
+        starts = range(length, len(row) - length + 1, length)
+        windows += [row[start : start + length] for start in starts]
+    if len(windows) < args.sequences:
+        sys.exit(
+            f"--sequences {args.sequences}: the text has {len(windows)} windows of "
+            f"{length} tokens"
+        )
+    return np.array(windows[: args.sequences])
+
+
+def closed(points: list[Point], point: Point) -> float | None:
+    """Share of the gap between random and oracle that a way closes."""
+    by_way = {
+        p.way: p.perplexity
+        for p in points
+        if (p.cutoff, p.leaving) == (point.cutoff, point.leaving)
+    }
+    if point.way in (RANDOM, ORACLE, UNIFORM) or not {RANDOM, ORACLE} <= set(by_way):
+        return None
+    gap = by_way[RANDOM] - by_way[ORACLE]
+    return (by_way[RANDOM] - point.perplexity) / gap if gap > 0 else None
+
+
+def show(sweep: Sweep) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("way")
+    for name in ("exit", "leaving", "mean depth", "perplexity", "rise", "agreement",
+                 "speed-up", "gap closed"):  # fmt: skip
+        table.add_column(name, justify="right")
+    table.add_row(
+        FULL, f"{sweep.num_layers}", "", "1.00", f"{sweep.base:.3f}", "", "1.000"
+    )
+    for p in sorted(sweep.points, key=lambda p: (p.cutoff, p.leaving)):
+        share = closed(sweep.points, p)
+        table.add_row(
+            p.way, f"{p.cutoff}", f"{p.leaving:.0%}", f"{p.mean_depth:.2f}",
+            f"{p.perplexity:.3f}", f"{p.rise:+.1%}", f"{p.agreement:.3f}",
+            "" if math.isnan(p.speedup) else f"{p.speedup:.2f}×",
+            "" if share is None else f"{share:.0%}",
+        )  # fmt: skip
+    tokens = sweep.windows.shape[0] * (sweep.args.forced_length - 1)
+    Console(width=100).print(
+        f"{tokens} tokens decoded at each point, {sweep.args.sequences} at a time;",
+        f"{'eager' if sweep.args.enforce_eager else 'compiled'}, {sweep.args.dtype}",
+        table,
+    )
+
+
+def write_csv(path: Path, points: list[Point]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([field.name for field in fields(Point)])
+        writer.writerows(map(astuple, points))
+
+
+def draw(path: Path, sweep: Sweep) -> None:
+    """Perplexity and agreement against depth and against speed."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, 2, figsize=(9, 7), sharey="row", constrained_layout=True
+    )
+    ways = [UNIFORM, *sweep.args.ways]
+    costs = (("rise", "rise of perplexity"), ("agreement", "greedy agreement"))
+    gains = (("mean_depth", "mean depth, share of the layers"), ("speedup", "speed-up"))
+    for row, (cost, cost_label) in zip(axes, costs):
+        for axis, (gain, gain_label) in zip(row, gains):
+            for number, way in enumerate(ways):
+                for cutoff in sweep.args.cutoffs:
+                    own = [
+                        p for p in sweep.points if (p.way, p.cutoff) == (way, cutoff)
+                    ]
+                    own.sort(key=lambda p: p.leaving)
+                    axis.plot(
+                        [getattr(p, gain) for p in own],
+                        [getattr(p, cost) for p in own],
+                        marker="o" if way != UNIFORM else "x",
+                        color=f"C{number}",
+                        label=way if cutoff == sweep.args.cutoffs[0] else None,
+                    )
+            axis.plot(1.0, 0.0 if cost == "rise" else 1.0, "k*", label=FULL)
+            axis.set_xlabel(gain_label)
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel(cost_label)
+    axes[0, 0].legend()
+    exits = ", ".join(map(str, sweep.args.cutoffs))
+    figure.suptitle(f"{Path(sweep.args.model).name}: exits after {exits} layers")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    # Policies are looked up by name: in this file's module, not in `__main__`.
+    import utio_tradeoff
+
+    utio_tradeoff.main()

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A live server with routing on, under traffic that comes, asks and goes as it likes.
+
+    UTIO_SOAK_SECONDS=1800 python -m pytest tests/test_utio_soak.py --runner v1
+
+Random arrivals, lengths, ceilings, sampling, sequences, streams, clients that hang up and
+requests that are wrong, while audits run. Nothing may crash, get stuck,
+be answered wrongly or leak, and the counters must add up to the tokens served.
+"""
+
+import asyncio
+import os
+import random
+import re
+import time
+from collections import Counter
+
+import httpx
+import psutil
+import pytest
+import requests
+from depth_routing import CUTOFFS, NUM_LAYERS
+from live_server import live_server
+from test_serving import OPTIONS
+from tiny_models import CONFIGS
+
+SECONDS = float(os.environ.get("UTIO_SOAK_SECONDS", "20"))
+AT_ONCE = 24
+VOCABULARY = CONFIGS["deep_llama"].vocab_size
+LEAK = 48 * 2**20
+"""Bytes that the server may grow by in the second half, which is noise of its heap."""
+STEPS_AFTER_ABORT = 8
+"""Steps that an aborted request may still take before the engine hears of it."""
+BAD = [
+    dict(max_depth=3),
+    dict(max_depth=-1),
+    dict(max_depth=[2]),
+    dict(max_depth=2, max_tokens=-5),
+    dict(max_depth=4, temperature="hot"),
+    dict(max_depth=2, prompt=[VOCABULARY + 7]),
+    dict(n=0),
+]
+
+
+@pytest.fixture(scope="module")
+def server(runner, model_folder, tmp_path_factory):
+    options = [f"--{name}={value}" for name, value in OPTIONS.items()] + [
+        "--enforce-eager",
+        "--enable-utio",
+        "--utio-bucket-cutoffs=2,4",
+        "--utio-min-batch-size=4",
+        "--utio-audit-fraction=0.05",
+        "--no-utio-gate",
+        f"--max-num-seqs={AT_ONCE // 2}",
+    ]
+    log = tmp_path_factory.mktemp("soak") / "log"
+    with live_server(model_folder("deep_llama"), options, runner, log) as started:
+        yield started
+
+
+class Soak:
+    def __init__(self, port: int):
+        self.url = f"http://127.0.0.1:{port}"
+        self.random = random.Random(0)
+        self.done = Counter()
+
+    def metrics(self) -> Counter:
+        found = Counter()
+        page = requests.get(self.url + "/metrics", timeout=60).text
+        for name, labels, value in re.findall(
+            r"^vllm:(\w+)\{(.*)\} (\S+)$", page, re.M
+        ):
+            found[name] += float(value)
+            if own := re.search(r'(?:depth|reason|batch_size)="(\w+)"', labels):
+                found[name, own[1]] += float(value)
+        return found
+
+    def body(self) -> dict:
+        draw = self.random
+        body = dict(
+            model=OPTIONS["served-model-name"],
+            prompt=[draw.randrange(5, VOCABULARY) for _ in range(draw.randint(1, 120))],
+            max_tokens=draw.randint(1, 60),
+            temperature=draw.choice([0, 1.0]),
+            ignore_eos=True,
+        )
+        if draw.random() < 0.4:
+            body["max_depth"] = draw.choice(CUTOFFS)
+        if draw.random() < 0.1:
+            body |= dict(n=2, temperature=1.0)
+        return body
+
+    async def client(self, http: httpx.AsyncClient, until: float, polite: bool) -> None:
+        while time.monotonic() < until:
+            kind = "plain"
+            if not polite:
+                kind = self.random.choices(
+                    ["plain", "stream", "abort", "bad", "pause"], [8, 2, 2, 2, 2]
+                )[0]
+            await getattr(self, kind)(http, self.body())
+            self.done[kind] += 1
+
+    async def plain(self, http, body) -> None:
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert usage["completion_tokens"] == body["max_tokens"] * body.get("n", 1)
+        depth = usage.get("mean_decode_depth")
+        if body["max_tokens"] == 1:
+            assert depth is None
+        else:
+            assert min(CUTOFFS) <= depth <= body.get("max_depth", NUM_LAYERS)
+
+    async def stream(self, http, body) -> None:
+        body |= dict(stream=True, stream_options={"include_usage": True})
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.text.rstrip().endswith("data: [DONE]"), answer.text[-500:]
+        assert f'"completion_tokens":{body["max_tokens"] * body.get("n", 1)}' in (
+            answer.text.replace(" ", "")
+        )
+
+    async def abort(self, http, body) -> None:
+        body["max_tokens"] = 120
+        try:
+            await http.post("/v1/completions", json=body, timeout=self.random.random())
+        except httpx.TimeoutException:
+            pass
+
+    async def bad(self, http, body) -> None:
+        wrong = self.random.choice(BAD)
+        answer = await http.post("/v1/completions", json=body | wrong)
+        assert answer.status_code == 400, (wrong, answer.status_code, answer.text)
+
+    async def pause(self, http, body) -> None:
+        await asyncio.sleep(self.random.expovariate(5))
+
+    def run(self, seconds: float, polite: bool = False) -> None:
+        async def run():
+            limits = httpx.Limits(max_connections=AT_ONCE)
+            async with httpx.AsyncClient(
+                base_url=self.url, timeout=120, limits=limits
+            ) as http:
+                until = time.monotonic() + seconds
+                clients = [self.client(http, until, polite) for _ in range(AT_ONCE)]
+                await asyncio.gather(*clients)
+
+        asyncio.run(run())
+        deadline = time.monotonic() + 60
+        while any(
+            self.metrics()[name]
+            for name in ("num_requests_running", "num_requests_waiting")
+        ):
+            assert time.monotonic() < deadline, "requests are stuck"
+            time.sleep(0.2)
+
+
+def decoded(metrics: Counter) -> float:
+    """Tokens that came from a decode step: all but the first of each sequence."""
+    assert not metrics["num_preemptions_total"]
+    return (
+        metrics["generation_tokens_total"]
+        - metrics["time_to_first_token_seconds_count"]
+    )
+
+
+def resident(process) -> int:
+    tree = psutil.Process(process.pid)
+    return sum(p.memory_info().rss for p in [tree, *tree.children(recursive=True)])
+
+
+def test_soak(server):
+    process, port = server
+    soak = Soak(port)
+    before = soak.metrics()
+    soak.run(SECONDS / 2)
+    half = resident(process)
+    soak.run(SECONDS / 2)
+    grown = resident(process) - half
+    after = soak.metrics()
+    print(dict(soak.done), f"grown by {grown / 2**20:.1f} MiB")
+    assert process.poll() is None
+    assert grown < LEAK
+    assert after["kv_cache_usage_perc"] == 0
+
+    found = after.copy()
+    found.subtract(before)
+    of_depths = {d: found["utio_decode_tokens_total", f"{d}"] for d in CUTOFFS}
+    assert all(of_depths.values())
+    assert sum(of_depths.values()) == found["utio_decode_tokens_total"]
+    layers = sum(depth * count for depth, count in of_depths.items())
+    assert layers == found["utio_layers_total"]
+    # What was computed for a client that had hung up was not served.
+    unserved = found["utio_decode_tokens_total"] - decoded(found)
+    assert 0 <= unserved <= 2 * STEPS_AFTER_ABORT * soak.done["abort"]
+    assert found["utio_routed_steps_total"] and found["utio_fallback_steps_total"]
+    assert 0 < found["utio_audited_tokens_total"] < of_depths[2] + of_depths[4]
+    agreeing = found["utio_audit_agreeing_tokens_total"]
+    assert 0 < agreeing <= found["utio_audited_tokens_total"]
+
+    # With nobody hanging up they add up to the token.
+    soak.run(3, polite=True)
+    last = soak.metrics()
+    last.subtract(after)
+    assert last["utio_decode_tokens_total"] == decoded(last) > 0

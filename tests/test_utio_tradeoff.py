@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`examples/utio_tradeoff.py` against a plain PyTorch loop."""
+
+import csv
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from depth_routing import NUM_LAYERS
+from scipy.special import log_softmax
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+TEXTS = [ROOT / "tests" / name for name in ("oracle.py", "scoring.py", "conftest.py")]
+CUTOFFS = [2, 4]
+PROMPT, FORCED, SEQUENCES = 9, 13, 10
+
+
+@pytest.fixture(scope="module")
+def swept(engine, model_folder, tmp_path_factory):
+    """A run of the program: its points, its module, its folder."""
+    import utio_tradeoff
+
+    folder = tmp_path_factory.mktemp("tradeoff")
+    made = []
+
+    class Kept(utio_tradeoff.Sweep):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utio_tradeoff, "Sweep", Kept)
+        points = utio_tradeoff.main(
+            [
+                *("--model", str(model_folder("deep_llama")), "--enforce-eager"),
+                *("--text", *map(str, TEXTS), "--cutoffs", *map(str, CUTOFFS)),
+                *("--prompt-length", f"{PROMPT}", "--forced-length", f"{FORCED}"),
+                *("--sequences", f"{SEQUENCES}", "--leaving", "0.3", "0.5"),
+                *("--speed-tokens", "4", "--speed-rounds", "2"),
+                *("--csv", str(folder / "points.csv")),
+                *("--output", str(folder / "plot.png")),
+                *("--kv-cache-memory-bytes", str(2**26)),
+            ]
+        )
+    return points, utio_tradeoff, folder, made[0]
+
+
+@pytest.fixture(scope="module")
+def windows(swept) -> list[list[int]]:
+    return swept[3].windows.tolist()
+
+
+def of(swept, way: str, cutoff: int, leaving: float):
+    (point,) = [
+        p for p in swept[0] if (p.way, p.cutoff, p.leaving) == (way, cutoff, leaving)
+    ]
+    return point
+
+
+def forced(oracle, windows, depth: int) -> np.ndarray:
+    """Logits `[sequences, decode steps, vocabulary]` with all decode tokens so deep."""
+    depths = [depth] * (FORCED - 1)
+    return np.stack(
+        [oracle.logits(w[:PROMPT], w[PROMPT:], depths)[1:] for w in windows]
+    )
+
+
+def test_every_way_is_there(swept):
+    points = {(p.way, p.cutoff, p.leaving) for p in swept[0]}
+    ways = ("random", "tis", "oracle")
+    assert points == {("all tokens", c, 1.0) for c in CUTOFFS} | {
+        (way, c, leaving) for way in ways for c in CUTOFFS for leaving in (0.3, 0.5)
+    }
+    for p in swept[0]:
+        wanted = p.leaving * p.cutoff + (1 - p.leaving) * NUM_LAYERS
+        assert p.mean_depth * NUM_LAYERS == pytest.approx(wanted, abs=0.01)
+        assert p.speedup > 0
+
+
+@pytest.mark.parametrize("cutoff", CUTOFFS)
+def test_what_all_tokens_cost(swept, windows, depth_oracle, cutoff):
+    oracle = depth_oracle("deep_llama")
+    full, exited = (forced(oracle, windows, d) for d in (NUM_LAYERS, cutoff))
+    targets = np.array(windows)[:, PROMPT + 1 :, None]
+
+    def perplexity(logits) -> float:
+        return math.exp(
+            -np.take_along_axis(log_softmax(logits, -1), targets, -1).mean()
+        )
+
+    point = of(swept, "all tokens", cutoff, 1.0)
+    assert point.perplexity == pytest.approx(perplexity(exited), rel=1e-4)
+    wanted = perplexity(exited) / perplexity(full) - 1
+    assert point.rise == pytest.approx(wanted, abs=1e-4)
+    agreement = (full.argmax(-1) == exited.argmax(-1)).mean()
+    assert point.agreement == pytest.approx(agreement, abs=1.5 / exited[..., 0].size)
+
+
+def test_what_the_oracle_knows(swept, windows, depth_oracle):
+    """The divergence at the step's own position, after a history of full depth."""
+    oracle, known = depth_oracle("deep_llama"), swept[1].Chosen.divergence
+    assert len(known) == len(windows) * len(CUTOFFS)
+    for name in (0, 7):
+        prompt, tokens = windows[name][:PROMPT], windows[name][PROMPT:]
+        for cutoff in CUTOFFS:
+            assert len(known[f"{name}", cutoff]) == FORCED - 1
+            for step in (0, 5, FORCED - 2):
+                p, q = (
+                    log_softmax(
+                        oracle.logits(
+                            prompt, tokens[: step + 2], [NUM_LAYERS] * step + [depth]
+                        )[-1]
+                    )
+                    for depth in (NUM_LAYERS, cutoff)
+                )
+                kl = np.sum(np.exp(p) * (p - q))
+                assert known[f"{name}", cutoff][step] == pytest.approx(kl, rel=1e-3)
+
+
+def test_the_oracle_is_asked_about_the_step_that_runs(swept, monkeypatch):
+    sweep, module = swept[3], swept[1]
+    policy, seen = module.AtTheCutoff.newest, []
+
+    def score(cutoff, states, req_indices, req_ids):
+        names = [req_ids[i].rpartition("-")[0] for i in req_indices.tolist()]
+        step = len(seen)
+        scores = type(policy).score(policy, cutoff, states, req_indices, req_ids)
+        wanted = [module.Chosen.divergence[name, cutoff][step] for name in names]
+        np.testing.assert_allclose(scores, wanted, rtol=1e-6)
+        seen.append(sorted(map(int, names)))
+        return scores
+
+    monkeypatch.setattr(policy, "score", score)
+    module.Chosen.set("oracle", sweep.shares(2, 0.5))
+    policy.config.bucket_shares = module.Chosen.shares
+    sweep.force(sweep.engines[-1])
+    assert seen == [list(range(SEQUENCES))] * (FORCED - 1)
+
+
+def test_files(swept):
+    points, _, folder, _ = swept
+    rows = list(csv.DictReader((folder / "points.csv").open()))
+    assert [row["way"] for row in rows] == [p.way for p in points]
+    assert float(rows[0]["perplexity"]) == points[0].perplexity
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_share_of_the_gap():
+    from utio_tradeoff import Point, closed
+
+    def point(way, perplexity):
+        return Point(way, 2, 0.5, 0.7, perplexity, 0.0, 0.0, 1.0)
+
+    points = [point("random", 30.0), point("oracle", 20.0), point("probe", 24.0)]
+    assert closed(points, points[2]) == pytest.approx(0.6)
+    assert closed(points, points[0]) is None
+    assert closed(points[1:], points[2]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cutoffs", "0"], "--cutoffs must be at least 1"),
+        (["--cutoffs", "6"], "--cutoffs 6: the model has 6 layers"),
+        (["--leaving", "1.5"], "--leaving must be between 0 and 1"),
+        (["--leaving", "nan"], "--leaving must be between 0 and 1"),
+        (["--ways", "probe"], "--ways probe needs a --calibration"),
+        (["--forced-length", "1"], "--forced-length must be at least 2"),
+        (["--sequences", "0"], "--sequences must be at least 1"),
+        (["--sequences", "100000"], "--sequences 100000: the text has"),
+        (["--text", "/nowhere"], "/nowhere"),
+        (["--output", "/nowhere/plot.png"], "/nowhere/plot.png"),
+        (["--model", "/nowhere"], "--model /nowhere"),
+    ],
+)
+def test_errors_name_the_option(model_folder, capsys, options, message):
+    import utio_tradeoff
+
+    given = ["--model", str(model_folder("deep_llama")), "--text", str(TEXTS[0])]
+    with pytest.raises(SystemExit) as error:
+        utio_tradeoff.main([*given, *options])
+    assert message in f"{error.value} {capsys.readouterr().err}"

@@ -9,18 +9,19 @@ from tiny_models import CONFIGS
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
 
 
+OPTIONS = dict(
+    enable_utio=True,
+    utio_bucket_cutoffs=CUTOFFS[:-1],
+    utio_bucket_shares=(0.375, 0.25, 0.375),
+    utio_min_batch_size=8,
+)
+
+
 @pytest.fixture
 def llm(tensor_parallel_engine):
-    """Routes three of eight at 2, two at 4; ceilings apply as well."""
-    return tensor_parallel_engine(
-        "deep_llama",
-        enable_utio=True,
-        utio_bucket_cutoffs=CUTOFFS[:-1],
-        utio_bucket_shares=(0.375, 0.25, 0.375),
-        utio_min_batch_size=8,
-        utio_gate=False,
-        **logits_options(),
-    )
+    """Routes three of eight at 2, two at 4, and audits; ceilings apply as well."""
+    options = OPTIONS | dict(utio_gate=False, utio_audit_fraction=1.0)
+    return tensor_parallel_engine("deep_llama", **options, **logits_options())
 
 
 @pytest.fixture
@@ -55,3 +56,13 @@ def test_scores(llm, oracle):
     for depth, request in zip(depths, requests):
         assert_logits(oracle, [request], int(depth))
     assert sorted(depths) == [2, 2, 2, 4, 4, 6, 6, 6]
+
+
+def test_both_processes_conclude_the_same_of_a_trial(tensor_parallel_engine):
+    """Their times differ; processes that plan differently wait for each other."""
+    llm = tensor_parallel_engine("deep_llama", **OPTIONS, **logits_options())
+    requests = [Request(random_ids(40 + n, VOCABULARY, 7), 60) for n in range(8)]
+    serve(llm, requests)
+    depths = {served.output.outputs[0].mean_decode_depth for served in requests}
+    # Of 59 steps 14 are the trial's; then all are routed or none.
+    assert all(2 < depth < 6 for depth in depths)

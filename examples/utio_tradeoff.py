@@ -488,12 +488,15 @@ def draw(path: Path, sweep: Sweep) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        2, 2, figsize=(9, 7), sharey="row", constrained_layout=True
-    )
     ways = [UNIFORM, *sweep.args.ways]
-    costs = (("rise", "rise of perplexity"), ("agreement", "greedy agreement"))
-    gains = (("mean_depth", "mean depth, share of the layers"), ("speedup", "speed-up"))
+    costs = [("rise", "rise of perplexity"), ("agreement", "greedy agreement")]
+    gains = [("mean_depth", "mean depth, share of the layers")]
+    if sweep.args.speed_rounds:
+        gains.append(("speedup", "speed-up"))
+    figure, axes = pyplot.subplots(
+        2, len(gains), figsize=(5 * len(gains), 7), squeeze=False, sharey="row",
+        constrained_layout=True,
+    )  # fmt: skip
     for row, (cost, cost_label) in zip(axes, costs):
         for axis, (gain, gain_label) in zip(row, gains):
             for number, way in enumerate(ways):

@@ -85,8 +85,10 @@ def assert_right(llm, oracle, requests: list[Request], seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_depths(compiled, depth_oracle, family):
+def test_mixed_depths(compiled, depth_oracle, runner, family):
     """The first routed step may have as many tokens that leave as that go on."""
+    if runner == "v2" and family != "deep_llama":
+        pytest.skip("both runners trace the same code of a model")
     llm, oracle = compiled(family), depth_oracle(family)
     halves = [
         Request(random_ids(n, CONFIGS[family].vocab_size, 9), 3) for n in range(4)

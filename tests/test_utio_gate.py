@@ -13,6 +13,8 @@ from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
 TRIAL = 14  # steps of which every other one is routed
+PAUSE = 0.15
+"""Seconds; long beside a step of the tiny model, also on a busy machine."""
 _numbers = count()
 
 
@@ -50,7 +52,7 @@ def slow_last_layer(llm):
 
     def pause(module, args):
         if args[0].shape[0]:
-            time.sleep(0.03)
+            time.sleep(PAUSE)
 
     layer = model_runner(llm).model.model.layers[-1]
     hook = layer.mlp.register_forward_pre_hook(pause)
@@ -84,19 +86,19 @@ def test_it_routes_where_that_is_faster(llm, slow_last_layer):
     assert found["routed_steps", None] == 40 - TRIAL // 2
     assert ("fallback_steps", "gate") not in found
     assert list(speedups(llm)) == ["4"]
-    assert speedups(llm)["4"] > 1.5
+    assert speedups(llm)["4"] > 1.2
     depths = [request.output.outputs[0].mean_decode_depth for request in requests]
     mean = (2 * (40 - TRIAL // 2) + NUM_LAYERS * TRIAL // 2) / 40
     assert depths == pytest.approx([mean] * 4)
 
 
 def test_it_does_not_where_that_is_slower(llm, monkeypatch):
-    monkeypatch.setattr(AllLeave, "pause", 0.03)
+    monkeypatch.setattr(AllLeave, "pause", PAUSE)
     _, found = decode(llm, 40)
     assert found["routed_steps", None] == TRIAL // 2
     assert found["fallback_steps", "gate_trial"] == TRIAL // 2
     assert found["fallback_steps", "gate"] == 40 - TRIAL
-    assert speedups(llm)["4"] < 0.7
+    assert speedups(llm)["4"] < 0.8
 
 
 def test_each_range_of_batch_sizes_has_its_trial(llm, slow_last_layer):

@@ -451,7 +451,7 @@ def closed(points: list[Point], point: Point) -> float | None:
 
 def show(sweep: Sweep) -> None:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("way")
+    table.add_column("way", no_wrap=True)
     for name in ("exit", "leaving", "mean depth", "perplexity", "rise", "agreement",
                  "speed-up", "gap closed"):  # fmt: skip
         table.add_column(name, justify="right")

@@ -5,6 +5,7 @@ Most tests trace with Dynamo and run the graphs as they are, which shows what a 
 has taken for constant; one compiles them as users do.
 """
 
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -161,6 +162,7 @@ def test_a_plan_that_the_model_ignores_is_an_error(engine, monkeypatch):
     assert depth.active_rows(model.norm.weight) is not None
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")
 def test_as_users_compile_it(compiled, depth_oracle):
     """And again from what the first engine has stored, a trace for each segment."""
     from vllm.compilation.counter import compilation_counter as counter

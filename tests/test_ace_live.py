@@ -45,6 +45,9 @@ SCORE_ERROR = 4e-4
 WAIT_SECONDS = 600
 """Far more than anything takes; a machine may have other work."""
 SAMPLES = 10
+TRAIN, VALIDATION = 20, 10
+# Completions of one round and the answers after it.
+TOTAL = 2 * (TRAIN + VALIDATION) + 2 * TRAIN
 HELLO = [{"role": "user", "content": "import numpy as"}]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
@@ -216,7 +219,13 @@ def test_giving_up_in_the_middle(clients, work):
 
 def command(server, output: Path, *options: str) -> list[str]:
     limits = ["--generator-tokens=12", "--reflector-tokens=24", "--curator-tokens=24"]
-    options = (f"--output={output}", "--rounds=1", *limits, *options)
+    samples = output.with_name("samples.json")
+    shipped = json.loads(prompts.SHIPPED.read_text())
+    few = [x for x in shipped if x["split"] == "train"][:TRAIN]
+    few += [x for x in shipped if x["split"] == "validation"][:VALIDATION]
+    samples.write_text(json.dumps(few))
+    options = (f"--output={output}", f"--samples={samples}", *options)
+    options = ("--rounds=1", *limits, *options)
     if server:
         options += ("--provider=openai", f"--base-url={server.url}")
     return [sys.executable, str(EXAMPLES / "ace"), "run", *options]
@@ -270,7 +279,6 @@ def journal(output: Path) -> dict[tuple, str]:
     return found
 
 
-TOTAL = 80 + 50 + 50 + 80  # completions of one round and the answers after it
 
 
 @pytest.fixture(scope="module")
@@ -301,13 +309,13 @@ def same(ours: dict[tuple, str], theirs: dict[tuple, str]) -> bool:
 def test_a_server_that_is_killed_in_the_middle(server, whole, tmp_path):
     """Waited for until it is there again; nothing is lost, nothing done twice."""
     run = Command(server, tmp_path / "out", "--concurrency=8")
-    run.wait_for(100)
+    run.wait_for(40)
     server.kill()
     before = journal(tmp_path / "out")
     server.start(runners.environment("v1"))
     shown = run.wait()
     assert run.status == 0, shown
-    assert 100 <= len(before) < TOTAL and " 0 retries" not in shown
+    assert 40 <= len(before) < TOTAL and " 0 retries" not in shown
     found = journal(tmp_path / "out")
     assert len(found) == TOTAL and same(found, whole)
     assert before.items() <= found.items()
@@ -316,13 +324,13 @@ def test_a_server_that_is_killed_in_the_middle(server, whole, tmp_path):
 def test_ctrl_c_with_vllm_in_the_process(server, whole, tmp_path):
     """In the middle of a batch; what was said is kept, and another provider goes on."""
     run = Command(None, tmp_path / "out")
-    run.wait_for(85)
+    run.wait_for(VALIDATION + TRAIN + 5)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the engine too
     shown = run.wait()
     assert run.status == 130, shown
     assert "Nothing is lost" in shown
     kept = journal(tmp_path / "out")
-    assert 85 <= len(kept) < TOTAL
+    assert VALIDATION + TRAIN + 5 <= len(kept) < TOTAL
     run = Command(server, tmp_path / "out")
     shown = run.wait()
     assert run.status == 0, shown

@@ -19,7 +19,7 @@ PROMPT, FORCED, SEQUENCES = 9, 13, 10
 
 
 @pytest.fixture(scope="module")
-def swept(engine, model_folder, tmp_path_factory):
+def swept(model_folder, tmp_path_factory):
     """A run of the program: its points, its module, its folder."""
     import utio_tradeoff
 

@@ -192,7 +192,8 @@ def test_the_command_line_takes_what_llm_takes(model_folder):
     flags = (
         "--enable-utio --utio-bucket-cutoffs 2,4 --utio-min-bucket 3 "
         "--utio-min-depth 2 --utio-min-batch-size 5 --utio-schedule buckets "
-        "--utio-policy depth_routing.Planted --utio-score-weights 1,0,2.5"
+        "--utio-policy depth_routing.Planted --utio-score-weights 1,0,2.5 "
+        "--no-utio-gate --utio-audit-fraction 0.5 --utio-audit-min-agreement 0.9"
     )
     folder = str(model_folder("deep_llama"))
     args = parser.parse_args(["--model", folder, *flags.split()])
@@ -202,10 +203,14 @@ def test_the_command_line_takes_what_llm_takes(model_folder):
     assert (utio.min_bucket, utio.min_depth, utio.min_batch_size) == (3, 2, 5)
     assert (utio.schedule, utio.policy) == ("buckets", "depth_routing.Planted")
     assert utio.score_weights == [1, 0, 2.5]
-    # No compiled graph, which would run all tokens through all layers.
+    assert (utio.gate, utio.audit_fraction, utio.audit_min_agreement) == (False, 0.5, 0.9)
+    # Compiled by segments, but not where the whole model would be traced.
+    assert not config.model_config.enforce_eager
+    assert config.compilation_config.mode.name == "DYNAMO_TRACE_ONCE"
+    stock = EngineArgs(model=folder, enable_utio=True, compilation_config={"mode": 1})
+    config = stock.create_engine_config()
     assert config.model_config.enforce_eager
     assert config.compilation_config.mode.name == "NONE"
-    assert config.compilation_config.cudagraph_mode.name == "NONE"
     assert EngineArgs(model=folder).create_engine_config().utio_config is None
 
 

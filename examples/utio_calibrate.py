@@ -108,16 +108,15 @@ class Report(NamedTuple):
 
 def main(argv: list[str] | None = None) -> Report:
     args = parse_args(argv)
-    config = load_config(args)
+    config = load_config(args.model)
+    check_fit(args, config)
     texts = read_texts(args)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        sys.exit(f"--model {args.model}: no tokenizer: {error}")
+    tokenizer = load_tokenizer(args.model)
     windows = cut(tokenizer, texts, args.context_length, args.tokens)
     fitted, held_out = split(windows, args.holdout)
     check_size(args, config.hidden_size, fitted, held_out)
-    exits = Exits(load_model(args), args.cutoffs)
+    model = load_model(args.model, args.dtype, args.device)
+    exits = Exits(model, args.cutoffs)
 
     equations = [NormalEquations(config.hidden_size) for _ in args.cutoffs]
     for rows in progress(exits, fitted, args.batch_size, "fit"):
@@ -147,17 +146,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE.safetensors"
     )
-    text = parser.add_argument_group("text")
-    text.add_argument(
-        "--text", nargs="+", type=Path, metavar="FILE",
-        help="UTF-8 files, or folders of them; default: the files of vLLM's source "
-        "archive that the reference model was trained on",
-    )  # fmt: skip
-    text.add_argument(
-        "--archive", type=Path,
-        default=EXAMPLES.parent / "build/downloads/vllm-0.32.0.tar.gz",
-        help="vLLM's source archive, read if there is no --text",
-    )  # fmt: skip
+    text = add_text_options(parser, "was trained on")
     text.add_argument("--tokens", type=int, default=100_000, help="most tokens to use")
     text.add_argument("--context-length", type=int, default=256)
     text.add_argument(
@@ -195,46 +184,81 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def load_config(args: argparse.Namespace):
-    """The model's configuration, if the options fit it."""
+def add_text_options(parser: argparse.ArgumentParser, part: str):
+    """Adds what `read_texts` reads. `part` is the archive's: the files that the
+    reference model ..."""
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--text", nargs="+", type=Path, metavar="FILE",
+        help="UTF-8 files, or folders of them; default: the files of vLLM's source "
+        f"archive that the reference model {part}",
+    )  # fmt: skip
+    text.add_argument(
+        "--archive", type=Path,
+        default=EXAMPLES.parent / "build/downloads/vllm-0.32.0.tar.gz",
+        help="vLLM's source archive, read if there is no --text",
+    )  # fmt: skip
+    return text
+
+
+def load_config(model: str):
+    """The configuration of a model that has exits."""
     try:
-        config = AutoConfig.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        sys.exit(f"--model {args.model}: {error}")
+        sys.exit(f"--model {model}: {error}")
     if config.model_type not in FAMILIES:
         sys.exit(
-            f"--model {args.model} is a {config.model_type}; supported are "
+            f"--model {model} is a {config.model_type}; supported are "
             f"{', '.join(FAMILIES)}"
         )
-    layers = config.num_hidden_layers
-    if args.cutoffs[-1] >= layers:
-        sys.exit(
-            f"--cutoffs {args.cutoffs[-1]}: the model has {layers} layers, so the "
-            f"last cutoff is {layers - 1}"
-        )
-    longest = config.max_position_embeddings
-    if args.context_length > longest:
-        sys.exit(f"--context-length {args.context_length}: the model takes {longest}")
     return config
 
 
-def load_model(args: argparse.Namespace) -> nn.Module:
+def check_cutoffs(cutoffs: list[int], config) -> None:
+    layers = config.num_hidden_layers
+    if cutoffs[-1] >= layers:
+        sys.exit(
+            f"--cutoffs {cutoffs[-1]}: the model has {layers} layers, so the last "
+            f"cutoff is {layers - 1}"
+        )
+
+
+def check_fit(args: argparse.Namespace, config) -> None:
+    check_cutoffs(args.cutoffs, config)
+    longest = config.max_position_embeddings
+    if args.context_length > longest:
+        sys.exit(f"--context-length {args.context_length}: the model takes {longest}")
+
+
+def load_model(model: str, dtype: str, device: str) -> nn.Module:
     try:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     except (OSError, ValueError) as error:
-        sys.exit(f"--model {args.model}: {error}")
-    return model.to(args.device).eval()
+        sys.exit(f"--model {model}: {error}")
+    return loaded.to(device).eval()
 
 
-def read_texts(args: argparse.Namespace) -> list[str]:
-    """The texts that the options name, none of them blank."""
+def load_tokenizer(model: str):
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model {model}: no tokenizer: {error}")
+
+
+def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[str]:
+    """The texts that the options name, none of them blank.
+
+    Args:
+        held_out: of the archive, the files that the reference model has not seen.
+    """
     if args.text is None:
         if not args.archive.is_file():
             sys.exit(f"--archive {args.archive}: no such file; or name a --text")
         sys.path.insert(0, str(EXAMPLES / "reference_model"))
         from corpus import read
 
-        return list(read(args.archive, held_out=False).values())
+        return list(read(args.archive, held_out).values())
     texts = []
     for path in args.text:
         if path.is_dir():

@@ -142,10 +142,16 @@ class Point:
 
 def main(argv: list[str] | None = None) -> list[Point]:
     args = parse_args(argv)
-    given, args.cutoffs = args.cutoffs, args.cutoffs or [1]
-    num_layers = calibrate.load_config(args).num_hidden_layers
-    args.cutoffs = given or [num_layers // 2]
-    sweep = Sweep(args, num_layers)
+    config = calibrate.load_config(args.model)
+    args.cutoffs = args.cutoffs or [config.num_hidden_layers // 2]
+    calibrate.check_cutoffs(args.cutoffs, config)
+    length = args.prompt_length + args.forced_length + args.speed_tokens
+    if length > config.max_position_embeddings:
+        sys.exit(
+            f"--prompt-length, --forced-length and --speed-tokens are {length} tokens; "
+            f"the model takes {config.max_position_embeddings}"
+        )
+    sweep = Sweep(args, config.num_hidden_layers)
     try:
         sweep.run()
     except KeyboardInterrupt:
@@ -183,17 +189,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="the plot")
     parser.add_argument("--csv", type=Path, metavar="FILE")
-    text = parser.add_argument_group("text")
-    text.add_argument(
-        "--text", nargs="+", type=Path, metavar="FILE",
-        help="UTF-8 files, or folders of them; default: the files of vLLM's source "
-        "archive that the reference model was not trained on",
-    )  # fmt: skip
-    text.add_argument(
-        "--archive", type=Path,
-        default=EXAMPLES.parent / "build/downloads/vllm-0.32.0.tar.gz",
-        help="vLLM's source archive, read if there is no --text",
-    )  # fmt: skip
+    text = calibrate.add_text_options(parser, "was not trained on")
     text.add_argument("--sequences", type=int, default=64, help="batch size")
     text.add_argument("--prompt-length", type=int, default=64, help="tokens")
     text.add_argument("--forced-length", type=int, default=192, help="tokens")
@@ -226,7 +222,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for path in (args.output, args.csv):
         if path and (path.is_dir() or not path.parent.is_dir()):
             parser.error(f"{path}: not a file in an existing folder")
-    args.device, args.context_length = "cpu", 1  # what calibrate's functions look at
     return args
 
 
@@ -308,7 +303,7 @@ class Sweep:
     def divergences(self) -> dict[tuple[str, int], np.ndarray]:
         """KL(full depth || exit) of each decode step by request and cutoff, nats."""
         args = self.args
-        model = calibrate.load_model(args)
+        model = calibrate.load_model(args.model, args.dtype, "cpu")
         exits = calibrate.Exits(model, args.cutoffs)
         found = {}
         windows = self.windows.tolist()
@@ -406,21 +401,8 @@ class Sweep:
 
 def read_windows(args: argparse.Namespace) -> np.ndarray:
     """int64 `[sequences, prompt + forced]`: the beginnings of texts."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        sys.exit(f"--model {args.model}: no tokenizer: {error}")
-    if args.text is None:
-        if not args.archive.is_file():
-            sys.exit(f"--archive {args.archive}: no such file; or name a --text")
-        sys.path.insert(0, str(EXAMPLES / "reference_model"))
-        from corpus import read
-
-        texts = list(read(args.archive, held_out=True).values())
-    else:
-        texts = calibrate.read_texts(args)
+    tokenizer = calibrate.load_tokenizer(args.model)
+    texts = calibrate.read_texts(args, held_out=True)
     length = args.prompt_length + args.forced_length
     rows = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     # First the beginnings of all texts, then what follows in each.

@@ -5,9 +5,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import requests
 import runners
@@ -17,7 +18,11 @@ START_SECONDS = 600
 
 @contextmanager
 def live_server(
-    model: Path, options: Sequence[str], runner: str, log: Path
+    model: Path,
+    options: Sequence[str],
+    runner: str,
+    log: Path,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[subprocess.Popen, int]]:
     """Yields the process and the port of a server that answers.
 
@@ -26,6 +31,7 @@ def live_server(
         options: of the command line.
         runner: one of `runners.RUNNERS`.
         log: file for what it prints.
+        environ: more of its environment.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -34,7 +40,10 @@ def live_server(
     command += [str(model), f"--port={port}", *options]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=runners.environment(runner)
+            command,
+            stdout=out,
+            stderr=out,
+            env=runners.environment(runner) | dict(environ),
         )
     try:
         deadline = time.monotonic() + START_SECONDS

@@ -279,8 +279,6 @@ def journal(output: Path) -> dict[tuple, str]:
     return found
 
 
-
-
 @pytest.fixture(scope="module")
 def whole(server, tmp_path_factory) -> dict[tuple, str]:
     """What is said in a run over HTTP that nothing disturbs."""

@@ -3,21 +3,16 @@
 
 import logging
 import re
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 import requests
-import runners
+from live_server import live_server
 from openai import OpenAI
 from scoring import params, prompt, random_ids, run
 
 BLOCK = 32
 PREFIX = random_ids(0, 400, 4 * BLOCK)
 PROMPTS = [PREFIX + random_ids(n, 400, 10) for n in (1, 2, 3)]
-START_SECONDS = 600
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "opt"])
@@ -51,36 +46,13 @@ def test_the_line_at_start(engine, caplog, options, expected):
 @pytest.fixture(scope="module")
 def server(model_folder, tmp_path_factory):
     """Address and log of a server that is told nothing of prefix caching."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    command += [str(model_folder("llama")), "--served-model-name=tiny"]
-    command += ["--host=127.0.0.1", f"--port={port}", "--dtype=float32"]
-    command += ["--enforce-eager", "--max-model-len=256", f"--block-size={BLOCK}"]
-    command += ["--kv-cache-memory-bytes=67108864"]
-    environment = runners.environment("v1") | {"VLLM_LOGGING_LEVEL": "INFO"}
+    options = ["--served-model-name=tiny", "--host=127.0.0.1", "--dtype=float32"]
+    options += ["--enforce-eager", "--max-model-len=256", f"--block-size={BLOCK}"]
+    options += ["--kv-cache-memory-bytes=67108864"]
     log = tmp_path_factory.mktemp("defaults") / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_healthy(url):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.2)
-        yield url, log
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=10).ok
-    except requests.ConnectionError:
-        return False
+    info = {"VLLM_LOGGING_LEVEL": "INFO"}
+    with live_server(model_folder("llama"), options, "v1", log, info) as (_, port):
+        yield f"http://127.0.0.1:{port}", log
 
 
 def test_a_server_reports_cached_tokens(server):

@@ -152,14 +152,11 @@ def test_routed_and_full_steps_run_graphs(compiled):
 
 def test_a_plan_that_the_model_ignores_is_an_error(engine, monkeypatch):
     """As a graph that was traced without it would."""
-    from vllm.model_executor.layers import depth
-
     llm = engine("deep_llama", **routing(max_num_batched_tokens=63))
     model = model_runner(llm).model.model
     monkeypatch.setattr(model, "depth_loop", None)
     with pytest.raises(RuntimeError, match="without its depth plan"):
         serve(llm, [Request([5, 6, 7], 4)], lambda request, step: 2)
-    assert depth.active_rows(model.norm.weight) is not None
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")

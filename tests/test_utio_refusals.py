@@ -203,7 +203,11 @@ def test_the_command_line_takes_what_llm_takes(model_folder):
     assert (utio.min_bucket, utio.min_depth, utio.min_batch_size) == (3, 2, 5)
     assert (utio.schedule, utio.policy) == ("buckets", "depth_routing.Planted")
     assert utio.score_weights == [1, 0, 2.5]
-    assert (utio.gate, utio.audit_fraction, utio.audit_min_agreement) == (False, 0.5, 0.9)
+    assert (utio.gate, utio.audit_fraction, utio.audit_min_agreement) == (
+        False,
+        0.5,
+        0.9,
+    )
     # Compiled by segments, but not where the whole model would be traced.
     assert not config.model_config.enforce_eager
     assert config.compilation_config.mode.name == "DYNAMO_TRACE_ONCE"

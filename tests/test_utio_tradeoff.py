@@ -169,6 +169,7 @@ def test_share_of_the_gap():
         (["--leaving", "nan"], "--leaving must be between 0 and 1"),
         (["--ways", "probe"], "--ways probe needs a --calibration"),
         (["--forced-length", "1"], "--forced-length must be at least 2"),
+        (["--prompt-length", "5000"], "--prompt-length, --forced-length and"),
         (["--sequences", "0"], "--sequences must be at least 1"),
         (["--sequences", "100000"], "--sequences 100000: the text has"),
         (["--text", "/nowhere"], "/nowhere"),

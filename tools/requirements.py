@@ -28,8 +28,8 @@ _HEADER = """\
 #     .venv/bin/python -m tools.requirements
 # No hashes here: `torch=={torch}` is meant to accept the CPU build (+cpu) and the
 # plain one, whichever the index has, and pip takes hashes for all files or none.
-# Where the index has torch for CUDA only, name one with CPU builds in
-# PIP_EXTRA_INDEX_URL.
+# torch for CUDA works too and takes 3 GiB more; PIP_EXTRA_INDEX_URL can name an
+# index with CPU builds.
 """
 
 

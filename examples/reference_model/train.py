@@ -166,8 +166,12 @@ def train(args: argparse.Namespace, tokenizer, tokens: torch.Tensor):
         # for other `--steps`; that quarter falls to 0 and sees the full context.
         left = (args.steps - step) / (args.steps / 4)
         length = CONTEXT // 2 if left > 1 else CONTEXT
-        starts = torch.randint(len(tokens) - length - 1, (args.tokens_per_step // length,))
-        batch = torch.stack([tokens[s : s + length + 1] for s in starts.tolist()]).long()
+        starts = torch.randint(
+            len(tokens) - length - 1, (args.tokens_per_step // length,)
+        )
+        batch = torch.stack(
+            [tokens[s : s + length + 1] for s in starts.tolist()]
+        ).long()
         ids, targets = batch[:, :-1], batch[:, 1:]
 
         rate = min((step + 1) / warmup, left, 1.0)
@@ -211,7 +215,9 @@ def evaluate(model: LlamaForCausalLM, tokens: torch.Tensor) -> tuple[int, list[f
     for start in tqdm(range(0, len(tokens) - CONTEXT - 1, CONTEXT), desc="evaluate"):
         window = tokens[start : start + CONTEXT + 1].long()[None]
         for index, state in enumerate(forward(model, window[:, :-1], exits)):
-            losses[index] += CONTEXT * cross_entropy(model, state, window[:, 1:]).double()
+            losses[index] += (
+                CONTEXT * cross_entropy(model, state, window[:, 1:]).double()
+            )
         count += CONTEXT
     return count, (losses / count).tolist()
 
@@ -231,7 +237,9 @@ def main() -> None:
     model, seconds = train(args, tokenizer, tokens)
     model = model.bfloat16()
     held_out = read(args.archive, held_out=True)
-    count, losses = evaluate(model.float(), tokenize(tokenizer, list(held_out.values())))
+    count, losses = evaluate(
+        model.float(), tokenize(tokenizer, list(held_out.values()))
+    )
     model.bfloat16().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     report = {

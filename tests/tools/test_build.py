@@ -81,6 +81,59 @@ def test_a_full_disk_is_named_before_a_step_starts(fork, monkeypatch):
     assert not fork.runs("first").exists()
 
 
+@pytest.mark.parametrize(
+    "printed, said",
+    [
+        (
+            "OSError: [Errno 28] No space left on device",
+            "the disk is full; .* 12 where",
+        ),
+        ("Max retries exceeded with url: /simple/", "PIP_INDEX_URL and the proxy"),
+        ("a\\nerror: upstream.lock: no sdist", "^upstream.lock: no sdist\nfull log"),
+        ("Cannot install a and b\\nResolutionImpossible", "failed:\n  Cannot install"),
+    ],
+)
+def test_a_failed_step_is_explained(fork, printed, said):
+    step = fork.step("first", f"print('{printed}')\nraise SystemExit(1)")
+    with pytest.raises(ToolError, match=said):
+        build.run_steps(fork.checkout, [step], build.Log(fork.checkout, "build"))
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize(
+    "broken", ["none", "tools.series", "--runner=v1", "--runner=v2"]
+)
+def test_every_part_of_the_tests_is_run_and_counted(
+    fork, monkeypatch, capsys, room, broken
+):
+    """With a stand-in for Python, which fails the part that is `broken`."""
+    monkeypatch.setattr(build, "_has_room_for_two", lambda: room)
+    python = fork.checkout.venv / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >> {fork.checkout.root}/calls\n'
+        'echo "=== 3 passed in 0.12s ==="\n'
+        f'case "$*" in *{broken}*) exit 1;; esac\n'
+    )
+    python.chmod(0o755)
+    log = build.Log(fork.checkout, "test")
+    if broken == "none":
+        build.test(fork.checkout, log)
+    else:
+        with pytest.raises(ToolError, match="^1 of 5 parts failed"):
+            build.test(fork.checkout, log)
+    calls = (fork.checkout.root / "calls").read_text()
+    for part in ("tools.series check", "tests/tools", "tools.upstream_tests"):
+        assert part in calls
+    assert calls.count("--runner=v1") == calls.count("--runner=v2") == 1
+    summary = capsys.readouterr().out.partition("full log:")[2].splitlines()[1:]
+    assert len(summary) == 5
+    assert sum("3 passed" in line for line in summary) >= 4
+    failed = [line for line in summary if line.startswith("FAILED")]
+    assert len(failed) == (broken != "none")
+
+
 def test_two_builds_do_not_run_at_once(fork):
     with (
         build.alone(fork.checkout),
@@ -156,7 +209,9 @@ def test_a_command_beside_another(fork):
     slow = [sys.executable, "-c", "import time; time.sleep(1); print('slow')"]
     quick = [sys.executable, "-c", "print('quick'); raise SystemExit(3)"]
     with log.beside(slow, fork.checkout.root, dict(os.environ)) as wait:
-        assert log.run(quick, fork.checkout.root, dict(os.environ), shown.append)[0] == 3
+        assert (
+            log.run(quick, fork.checkout.root, dict(os.environ), shown.append)[0] == 3
+        )
         assert wait(show=shown.append) == (0, ["slow"])
     assert shown == ["quick\n", "slow\n"]
     assert "slow" in log.path.read_text()

@@ -52,7 +52,10 @@ class Oracle:
     def __init__(self, folder: Path, *, weights: torch.dtype = torch.float32):
         """Loads the model; `weights` is the precision that its weights are rounded
         to first. The arithmetic is float32 always."""
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        # Other implementations of attention leave out a soft cap.
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
         self._model = model.to(weights).to(torch.float32).eval()
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
 

@@ -2,7 +2,7 @@
 """Random tiny models of the four families, each with a tokenizer of its own.
 
 `wide` is a second Llama, with a vocabulary of realistic size. The `deep_` ones have
-six layers for depth routing.
+six layers for depth routing. `OTHERS` are models that scoring takes as they come.
 """
 
 from functools import cache
@@ -12,11 +12,19 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTJConfig,
+    GraniteConfig,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -82,6 +90,48 @@ CONFIGS = {
     ),
 }
 
+_OTHER = dict(vocab_size=600, num_hidden_layers=2, **_DECODER)
+_GPT = dict(
+    vocab_size=600,
+    n_layer=2,
+    n_embd=128,
+    n_head=4,
+    n_positions=MAX_POSITIONS,
+    initializer_range=SPREAD,
+    bos_token_id=BOS_ID,
+    eos_token_id=EOS_ID,
+)
+_WINDOWS = dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=48)
+OTHERS = {
+    # What the logits go through after the head: a scale, a divisor, a soft cap, a bias.
+    "cohere": CohereConfig(logit_scale=0.25, **_OTHER),
+    "granite": GraniteConfig(logits_scaling=4.0, residual_multiplier=0.5, **_OTHER),
+    "gemma2": Gemma2Config(final_logit_softcapping=3.0, **_WINDOWS, **_OTHER),
+    "gptj": GPTJConfig(rotary_dim=16, tie_word_embeddings=False, **_GPT),
+    # What a position is computed from: windows beside whole attention, learned
+    # positions, a recurrent state, experts.
+    "gemma3_text": Gemma3TextConfig(**_WINDOWS, **_OTHER | {"num_hidden_layers": 6}),
+    "gpt2": GPT2Config(**_GPT),
+    "mamba2": Mamba2Config(
+        vocab_size=600,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=64,
+        n_groups=1,
+        initializer_range=SPREAD,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        **_OTHER,
+    ),
+}
+
 
 @cache
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -107,7 +157,8 @@ def save_model(family: str, folder: Path) -> Path:
         `folder`.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    config = (CONFIGS | OTHERS)[family]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

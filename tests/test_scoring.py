@@ -236,13 +236,23 @@ def test_prompt_logprobs_hold_the_named_tokens(llm, llama):
                 assert entry[token].rank == scores.ranks[row, column]
 
 
-def test_prompt_logprobs_of_teacher_forcing_match_the_ordinary_ones(llm):
+@pytest.mark.parametrize("flat", [False, True])
+def test_prompt_logprobs_of_teacher_forcing_match_the_ordinary_ones(llm, flat):
     """`X = P[1:]` with `prompt_logprobs=0` gives what upstream gives without `X`."""
     scored, plain = run(
         llm,
         [prompt(PROMPT, PROMPT[1:]), prompt(PROMPT)],
-        params(max_tokens=1, prompt_logprobs=0),
+        params(max_tokens=1, prompt_logprobs=0, flat_logprobs=flat),
     )
+    assert type(scored.prompt_logprobs) is type(plain.prompt_logprobs)
+    if flat:
+        names = ("start_indices", "end_indices", "token_ids", "ranks")
+        for name in (*names, "decoded_tokens"):
+            ours, upstreams = (
+                getattr(o.prompt_logprobs, name) for o in (scored, plain)
+            )
+            assert ours == upstreams, name
+        return
     assert scored.prompt_logprobs[0] is None and plain.prompt_logprobs[0] is None
     for ours, upstreams in zip(scored.prompt_logprobs[1:], plain.prompt_logprobs[1:]):
         assert list(ours) == list(upstreams)

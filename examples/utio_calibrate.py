@@ -14,8 +14,9 @@ token is a few numbers.
 
 The figures printed are of the held-out part, which also picks the ridge strength out of
 a few. They are teacher forcing with full-depth attention: every token attends to keys
-and values that full depth wrote, and leavers are picked over the whole part, not batch
-by batch. Routed decoding also pays for what leavers write.
+and values that full depth wrote. Routed decoding also pays for what leavers write.
+Leavers are picked over the whole part, as by a threshold, but for "probe, 32 a step":
+there each step of 32 tokens, drawn from the part, lets its share go, as serving does.
 
 The file has `weight` float32 [cutoffs, hidden] and `bias` float32 [cutoffs];
 features @ weight[i] + bias[i] is higher the more it costs to leave at cutoff i.
@@ -50,6 +51,9 @@ KL_EPSILON = 1e-4
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridge strengths, a token; the features' own mean square is 1."""
 LEAVING = (0.3, 0.5, 0.7)
+STEP = 32
+"""Tokens of a decode step whose share leaves."""
+STEPWISE = f"probe, {STEP} a step"
 MIN_TEXTS = 100
 """No text gives more than this part of the tokens while others still have some."""
 MIN_HELD_OUT = 100
@@ -546,6 +550,7 @@ def compare(held_out: HeldOut, index: int, predicted: np.ndarray) -> list[Outcom
     scores = {
         "random": None,
         "probe": predicted,
+        STEPWISE: predicted,
         "entropy at the exit": held_out.exit_entropy[index],
         "lagged entropy": held_out.lagged_entropy,
         "oracle": kl,
@@ -560,7 +565,10 @@ def compare(held_out: HeldOut, index: int, predicted: np.ndarray) -> list[Outcom
                 correlation = 0.0
             else:
                 leaves = np.zeros(len(kl))
-                leaves[np.argsort(score, kind="stable")[:leavers]] = 1
+                lowest = np.argsort(score, kind="stable")[:leavers]
+                if name == STEPWISE:
+                    lowest = lowest_by_step(score, share)
+                leaves[lowest] = 1
                 correlation = float(spearmanr(score, kl).statistic)
             rise = math.expm1((leaves * (exit_nll - full_nll)).mean())
             agreement = 1 - (leaves * ~agrees).mean()
@@ -570,6 +578,20 @@ def compare(held_out: HeldOut, index: int, predicted: np.ndarray) -> list[Outcom
         gap = worst - best if worst > best else math.nan
         outcomes += [o._replace(closed=(worst - o.rise) / gap) for o in found]
     return outcomes
+
+
+def lowest_by_step(scores: np.ndarray, share: float) -> np.ndarray:
+    """Indices of the lowest `share` in each of the steps that the tokens fall into."""
+    order = np.random.default_rng(0).permutation(len(scores))
+    lowest, before = [], 0
+    for begin in range(0, len(order), STEP):
+        step = order[begin : begin + STEP]
+        # Rounded at the boundaries, so that the whole has its share too.
+        upto = round(share * (begin + len(step)))
+        ranked = step[np.argsort(scores[step], kind="stable")]
+        lowest.append(ranked[: upto - before])
+        before = upto
+    return np.concatenate(lowest)
 
 
 def write(path: Path, probe: Probe, cutoffs: Sequence[int], config) -> None:

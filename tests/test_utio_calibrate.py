@@ -239,7 +239,7 @@ def test_the_file_says_what_it_is(fitted):
 
 
 def test_the_figures_are_those_of_letting_the_lowest_leave(fitted):
-    from utio_calibrate import STRENGTHS
+    from utio_calibrate import STRENGTHS, lowest_by_step
 
     _, report, _ = fitted
     held = report.held_out
@@ -247,18 +247,22 @@ def test_the_figures_are_those_of_letting_the_lowest_leave(fitted):
         kl, picked = held.kl[i], STRENGTHS.index(report.probe.strengths[i])
         scores = {
             "probe": held.predicted[i, picked],
+            "probe, 32 a step": held.predicted[i, picked],
             "entropy at the exit": held.exit_entropy[i],
             "lagged entropy": held.lagged_entropy,
             "oracle": kl,
         }
         outcomes = {(o.leaving, o.policy): o for o in report.outcomes[i]}
-        assert len(outcomes) == 15
+        assert len(outcomes) == 18
         full = math.exp(held.full_nll.mean())
         for share in (0.3, 0.5, 0.7):
             count = round(share * len(kl))
             for name, score in scores.items():
                 ranked = sorted(range(len(kl)), key=score.__getitem__)
                 leavers = set(ranked[:count])
+                if "step" in name:
+                    leavers = set(lowest_by_step(score, share).tolist())
+                assert len(leavers) == count
                 tokens = range(len(kl))
                 nll = [held.exit_nll[i, t] if t in leavers else held.full_nll[t]
                        for t in tokens]  # fmt: skip
@@ -284,6 +288,21 @@ def test_the_figures_are_those_of_letting_the_lowest_leave(fitted):
             random = outcomes[share, "random"]
             assert random.kl == pytest.approx(by_hand.mean(), abs=error)
             assert random.closed == 0 or math.isnan(random.closed)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_each_step_lets_its_share_go(share):
+    from utio_calibrate import STEP, lowest_by_step
+
+    scores = np.random.default_rng(1).permutation(10 * STEP + 7).astype(float)
+    chosen = set(lowest_by_step(scores, share).tolist())
+    assert len(chosen) == round(share * len(scores))
+    order = np.random.default_rng(0).permutation(len(scores))
+    for begin in range(0, len(order), STEP):
+        step = order[begin : begin + STEP].tolist()
+        inside = [scores[i] for i in step if i in chosen]
+        assert abs(len(inside) - share * len(step)) <= 1
+        assert max(inside) < min(scores[i] for i in step if i not in chosen)
 
 
 def test_a_cost_that_is_in_the_state_is_found(tmp_path):
@@ -498,8 +517,9 @@ def test_what_is_printed(fitted, capsys):
     lines = printed.splitlines()
     assert max(map(len, lines[4:-1])) <= 88 and "…" not in printed
     assert str(args.output) in lines[-1]
-    for word in ("random", "probe", "entropy at the exit", "lagged entropy", "oracle"):
-        rows = [line for line in lines[4:] if f" {word} " in line]
+    words = ("random", "probe", "probe, 32 a step", "entropy at the exit")
+    for word in (*words, "lagged entropy", "oracle"):
+        rows = [line for line in lines[4:] if f" {word}  " in line]
         assert len(rows) == 3 * len(CUTOFFS)
     for cutoff in CUTOFFS:
         assert f"Leaving after {cutoff} layers" in printed

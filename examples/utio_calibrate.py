@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits what leaving early costs a token, from the token's own state at the cutoff.
+"""Fits what a token that leaves early says, and what leaving costs it.
 
     python examples/utio_calibrate.py --cutoffs 6 --output probe.safetensors
     python examples/utio_calibrate.py --model facebook/opt-125m --cutoffs 4 8 \\
         --text book.txt notes/ --tokens 200000 --output opt.safetensors
 
 Let x be a token's residual stream after `cutoff` layers. Its features are x / rms(x),
-with rms(x) = sqrt(mean(x²) + 1e-6), and one linear probe a cutoff predicts
-log(KL + 1e-4), where KL is the divergence of the next-token distribution that leaving
-there gives (final norm and head on x) from the one of full depth, in nats. The probe
-is a ridge regression from sums that do not grow with the text; what is kept a held-out
-token is a few numbers.
+with rms(x) = sqrt(mean(x²) + 1e-6). From them, for each cutoff,
+
+- a translator predicts the features of the token's state after the last layer, which
+  the final norm and the head then take instead of x (`--no-translators` leaves x), and
+- a probe predicts log(KL + 1e-4), where KL is the divergence of the next-token
+  distribution that leaving there gives from the one of full depth, in nats.
+
+Both are linear: ridge regressions from sums that do not grow with the text, in one pass
+over it each. What is kept a held-out token is a few numbers.
 
 The figures printed are of the held-out part, which also picks the ridge strength out of
 a few. They are teacher forcing with full-depth attention: every token attends to keys
@@ -19,7 +23,9 @@ Leavers are picked over the whole part, as by a threshold, but for "probe, 32 a 
 there each step of 32 tokens, drawn from the part, lets its share go, as serving does.
 
 The file has `weight` float32 [cutoffs, hidden] and `bias` float32 [cutoffs];
-features @ weight[i] + bias[i] is higher the more it costs to leave at cutoff i.
+features @ weight[i] + bias[i] is higher the more it costs to leave at cutoff i; and
+`translator_weight` float32 [cutoffs, hidden, hidden] and `translator_bias` float32
+[cutoffs, hidden]: translator_weight[i] @ features + translator_bias[i].
 """
 
 import argparse
@@ -50,6 +56,7 @@ KL_EPSILON = 1e-4
 """Below it, divergences count as the same; log(KL) alone would chase rounding."""
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridge strengths, a token; the features' own mean square is 1."""
+TRANSLATOR_STRENGTH = 1e-4
 LEAVING = (0.3, 0.5, 0.7)
 STEP = 32
 """Tokens of a decode step whose share leaves."""
@@ -92,6 +99,16 @@ class Probe(NamedTuple):
     tokens: int  # fitted on
 
 
+class Translator(NamedTuple):
+    """Makes features of the last layer's state out of those at a cutoff."""
+
+    weight: torch.Tensor  # float32 [hidden, hidden]
+    bias: torch.Tensor  # float32 [hidden]
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(features, self.weight, self.bias)
+
+
 class Outcome(NamedTuple):
     """What a policy costs at one share of leavers."""
 
@@ -106,6 +123,8 @@ class Outcome(NamedTuple):
 
 class Report(NamedTuple):
     probe: Probe
+    translators: list[Translator]  # one a cutoff, or none
+    untranslated: np.ndarray  # float64 [C], mean KL of the exits without
     held_out: HeldOut
     outcomes: list[list[Outcome]]  # a list a cutoff
 
@@ -122,17 +141,21 @@ def main(argv: list[str] | None = None) -> Report:
     model = load_model(args.model, args.dtype, args.device)
     exits = Exits(model, args.cutoffs)
 
+    untranslated = mean_divergence(args, exits, held_out)
+    if args.translators:
+        exits.translators = fit_translators(args, exits, fitted)
     equations = [NormalEquations(config.hidden_size) for _ in args.cutoffs]
     for rows in progress(exits, fitted, args.batch_size, "fit"):
         check_finite(args, rows)
         for i, sums in enumerate(equations):
-            sums.add(rows.features[i], target(rows.kl[i]))
+            sums.add(rows.features[i], torch.from_numpy(target(rows.kl[i])))
     solutions = [sums.solve(STRENGTHS) for sums in equations]
     measured = measure(args, exits, held_out, solutions)
     probe, picked = pick(solutions, measured, count(fitted))
     outcomes = [compare(measured, i, predicted) for i, predicted in enumerate(picked)]
-    write(args.output, probe, args.cutoffs, config)
-    report = Report(probe, measured, outcomes)
+    translators = exits.translators
+    write(args.output, probe, translators, args.cutoffs, config)
+    report = Report(probe, translators, untranslated, measured, outcomes)
     show(args, report)
     return report
 
@@ -150,6 +173,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE.safetensors"
     )
+    parser.add_argument(
+        "--translators", action=argparse.BooleanOptionalAction, default=True,
+        help="translate the states of tokens that leave; file and memory take "
+        "hidden size² numbers a cutoff (default: %(default)s)",
+    )  # fmt: skip
     text = add_text_options(parser, "was trained on")
     text.add_argument("--tokens", type=int, default=100_000, help="most tokens to use")
     text.add_argument("--context-length", type=int, default=256)
@@ -387,7 +415,9 @@ class Exits:
         self._tail = [module for module in tail if module is not None]
         self._states: dict[int, torch.Tensor] = {}
         self._cutoffs = cutoffs
-        for cutoff in cutoffs:
+        self._last = len(decoder.layers)
+        self.translators: list[Translator] = []  # one a cutoff, or none
+        for cutoff in (*cutoffs, self._last):
             decoder.layers[cutoff - 1].register_forward_hook(self._keep(cutoff))
 
     def _keep(self, cutoff: int):
@@ -397,9 +427,26 @@ class Exits:
 
         return hook
 
-    @torch.inference_mode()
     def rows(self, windows: list[list[int]], batch_size: int) -> Iterator[Rows]:
         """The usable tokens of each window, in order."""
+        for full, states, _, ids in self._run(windows, batch_size):
+            yield self._window(full, states, ids)
+
+    def pairs(
+        self, windows: list[list[int]], batch_size: int
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        """Features of each window's tokens at the cutoffs and after the last layer,
+        float32 [n, hidden] each; those of the last layer as they are where no norm
+        follows."""
+        normed = any("norm" in type(module).__name__.lower() for module in self._tail)
+        for _, states, last, _ in self._run(windows, batch_size):
+            ends = features(last) if normed else last.float()
+            yield [features(state) for state in states], ends
+
+    @torch.inference_mode()
+    def _run(self, windows: list[list[int]], batch_size: int):
+        """Of each window: the decoder's output, the states at the cutoffs and after
+        the last layer, and the tokens that follow."""
         device = self._model.device
         for begin in range(0, len(windows), batch_size):
             batch = windows[begin : begin + batch_size]
@@ -412,9 +459,11 @@ class Exits:
             for i, window in enumerate(batch):
                 end = len(window) - 1
                 states = [self._states[cutoff][i, :end] for cutoff in self._cutoffs]
-                yield self._window(full[i, :end], states, ids[i, 1 : end + 1])
+                last = self._states[self._last][i, :end]
+                yield full[i, :end], states, last, ids[i, 1 : end + 1]
             self._states.clear()
 
+    @torch.inference_mode()
     def _window(self, full, states, following) -> Rows:
         head = self._model.get_output_embeddings()
         step = max(LOGITS_AT_ONCE // head.weight.shape[0], 1)
@@ -425,8 +474,10 @@ class Exits:
             p = head(full[rows]).float().log_softmax(-1)
             base = [entropy(p), -p.gather(-1, next_ids)[:, 0]]
             leaving = []
-            for state in states:
+            for index, state in enumerate(states):
                 x = state[rows]
+                if self.translators:
+                    x = self.translators[index](features(x)).to(x.dtype)
                 for module in self._tail:
                     x = module(x)
                 q = head(x).float().log_softmax(-1)
@@ -473,42 +524,67 @@ def progress(exits: Exits, windows, batch_size: int, name: str) -> Iterator[Rows
 class NormalEquations:
     """Sums of a least-squares fit, in float64, as tokens come by."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *outputs: int):
         self.count = 0
         self._x = torch.zeros(size, dtype=torch.float64)
-        self._y = 0.0
+        self._y = torch.zeros(outputs, dtype=torch.float64)
         self._xx = torch.zeros(size, size, dtype=torch.float64)
-        self._xy = torch.zeros(size, dtype=torch.float64)
+        self._xy = torch.zeros(size, *outputs, dtype=torch.float64)
 
-    def add(self, x: torch.Tensor, y: np.ndarray) -> None:
-        """Takes in features `[n, size]` and targets `[n]`."""
-        x = x.double()
-        values = torch.from_numpy(y).to(x.device)
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Takes in features `[n, size]` and targets `[n, *outputs]`."""
+        x, y = x.double(), y.to(x.device).double()
         if self._xx.device != x.device:
-            self._x, self._xx, self._xy = (
-                sums.to(x.device) for sums in (self._x, self._xx, self._xy)
+            self._x, self._y, self._xx, self._xy = (
+                sums.to(x.device) for sums in (self._x, self._y, self._xx, self._xy)
             )
         self.count += len(x)
         self._x += x.sum(0)
-        self._y += float(values.sum())
-        self._xx.addmm_(x.T, x)
-        self._xy.addmv_(x.T, values)
+        self._y += y.sum(0)
+        self._xx += x.T @ x
+        self._xy += x.T @ y
 
     def solve(self, strengths: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
         """Minimises the mean square error + strength * |weight|², the intercept free.
 
         Returns:
-            Weights float64 `[strengths, size]` and intercepts `[strengths]`.
+            Weights float64 `[strengths, size, *outputs]` and intercepts
+            `[strengths, *outputs]`.
         """
-        mean = self._x / self.count
+        mean, mean_y = self._x / self.count, self._y / self.count
         centred = self._xx / self.count - torch.outer(mean, mean)
-        moment = self._xy / self.count - mean * (self._y / self.count)
+        moment = self._xy / self.count - torch.tensordot(mean, mean_y, dims=0)
         values, vectors = torch.linalg.eigh(centred)
         along = vectors.T @ moment
-        weights = torch.stack(
-            [vectors @ (along / (values.clamp(min=0) + s)) for s in strengths]
-        )
-        return weights, self._y / self.count - weights @ mean
+        values = values.clamp(min=0).reshape(-1, *[1] * mean_y.ndim)
+        weights = torch.stack([vectors @ (along / (values + s)) for s in strengths])
+        return weights, mean_y - torch.tensordot(weights, mean, dims=([1], [0]))
+
+
+def mean_divergence(args, exits: Exits, windows) -> np.ndarray:
+    """Mean KL of each cutoff, float64 `[C]`."""
+    total, tokens = np.zeros(len(args.cutoffs)), 0
+    for rows in progress(exits, windows, args.batch_size, "exits"):
+        check_finite(args, rows)
+        total += rows.kl.sum(1)
+        tokens += rows.kl.shape[1]
+    return total / tokens
+
+
+def fit_translators(args, exits: Exits, windows) -> list[Translator]:
+    equations: list[NormalEquations] = []
+    with tqdm(total=len(windows), desc="translators", unit="text", leave=False) as bar:
+        for states, ends in exits.pairs(windows, args.batch_size):
+            size = ends.shape[1]
+            equations = equations or [NormalEquations(size, size) for _ in states]
+            for sums, state in zip(equations, states):
+                sums.add(state, ends)
+            bar.update()
+    translators = []
+    for sums in equations:
+        (weight,), (bias,) = sums.solve([TRANSLATOR_STRENGTH])
+        translators.append(Translator(weight.T.float(), bias.float()))
+    return translators
 
 
 def measure(args, exits: Exits, windows, solutions) -> HeldOut:
@@ -594,7 +670,13 @@ def lowest_by_step(scores: np.ndarray, share: float) -> np.ndarray:
     return np.concatenate(lowest)
 
 
-def write(path: Path, probe: Probe, cutoffs: Sequence[int], config) -> None:
+def write(
+    path: Path,
+    probe: Probe,
+    translators: Sequence[Translator],
+    cutoffs: Sequence[int],
+    config,
+) -> None:
     """Puts the whole file in place at once, or leaves the old one."""
     metadata = {
         "format": FORMAT,
@@ -605,6 +687,10 @@ def write(path: Path, probe: Probe, cutoffs: Sequence[int], config) -> None:
         "tokens": str(probe.tokens),
     }
     tensors = {"weight": probe.weight.contiguous(), "bias": probe.bias.contiguous()}
+    if translators:
+        for name in Translator._fields:
+            parts = [getattr(translator, name).cpu() for translator in translators]
+            tensors[f"translator_{name}"] = torch.stack(parts).contiguous()
     data = save(tensors, metadata)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -635,10 +721,10 @@ def show(args: argparse.Namespace, report: Report) -> None:
         soft_wrap=True,
     )
     for i, cutoff in enumerate(args.cutoffs):
-        title = (
-            f"Leaving after {cutoff} layers: mean KL {held_out.kl[i].mean():.4f}, "
-            f"ridge strength {probe.strengths[i]:g}"
-        )
+        title = f"Leaving after {cutoff} layers: mean KL {held_out.kl[i].mean():.4f}"
+        if report.translators:
+            title += f", untranslated {report.untranslated[i]:.4f}"
+        title += f"; ridge strength {probe.strengths[i]:g}"
         console.print(table(title, report.outcomes[i]))
     console.print(f"Written to {args.output}", highlight=False, soft_wrap=True)
 

@@ -52,7 +52,12 @@ from rich.table import Table
 from tqdm import tqdm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-from vllm.v1.worker.depth_policy import CalibratedProbe, CutoffPolicy, DepthPolicy
+from vllm.v1.worker.depth_policy import (
+    CalibratedProbe,
+    CutoffPolicy,
+    DepthPolicy,
+    load_calibration,
+)
 
 RANDOM, TIS, PROBE, ORACLE = "random", "tis", "probe", "oracle"
 UNIFORM, FULL = "all tokens", "full depth"
@@ -276,7 +281,7 @@ class Sweep:
     def engine(self, policy: type) -> LLM:
         args = self.args
         options = {}
-        if policy is AtTheCutoff and args.calibration:
+        if args.calibration:
             options["utio_calibration"] = str(args.calibration)
         try:
             llm = LLM(
@@ -305,6 +310,13 @@ class Sweep:
         args = self.args
         model = calibrate.load_model(args.model, args.dtype, "cpu")
         exits = calibrate.Exits(model, args.cutoffs)
+        if args.calibration:
+            cutoffs = [*args.cutoffs, self.num_layers]
+            loaded = load_calibration(str(args.calibration), cutoffs).translators
+            if loaded:
+                exits.translators = [
+                    calibrate.Translator(*loaded[cutoff]) for cutoff in args.cutoffs
+                ]
         found = {}
         windows = self.windows.tolist()
         for n, rows in enumerate(calibrate.progress(exits, windows, 8, "oracle")):

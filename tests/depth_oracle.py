@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -25,6 +26,8 @@ class DepthOracle:
         propagate: False drops state propagation: a token that has left writes zeros
             as its keys and values. It is there to show what propagation is worth.
         weights: precision that the weights are rounded to; arithmetic is in float32.
+        calibration: file of translators, which make the state that the final norm
+            gets out of an exit state.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class DepthOracle:
         *,
         propagate: bool = True,
         weights: torch.dtype = torch.float32,
+        calibration: str | None = None,
     ):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=weights).float()
         self._model = model.eval()
@@ -41,6 +45,13 @@ class DepthOracle:
         )
         self._layers = [_Layer(layer, propagate) for layer in decoder.layers]
         decoder.layers = nn.ModuleList(self._layers)
+        self._translators = {}
+        if calibration is not None:
+            with safe_open(calibration, framework="pt") as file:
+                cutoffs = file.metadata()["cutoffs"].split(",")
+                names = "translator_weight", "translator_bias"
+                pairs = zip(*map(file.get_tensor, names))
+                self._translators = dict(zip(map(int, cutoffs), pairs))
         self._known: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
@@ -94,6 +105,7 @@ class DepthOracle:
         """State `[hidden size]` after the last of `tokens` and the final norm."""
         for index, layer in enumerate(self._layers):
             layer.runs = index < depth
+        self._layers[-1].translator = self._translators.get(depth)
         out = self._model.model(torch.tensor([tokens]), past_key_values=cache)
         return out.last_hidden_state[0, -1]
 
@@ -106,6 +118,7 @@ class _Layer(nn.Module):
         self.layer = layer
         self.propagate = propagate
         self.runs = True
+        self.translator = None
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         output = self.layer(hidden_states, **kwargs)
@@ -116,4 +129,8 @@ class _Layer(nn.Module):
         if not self.propagate:
             cached = kwargs["past_key_values"].layers[self.layer.self_attn.layer_idx]
             cached.keys[..., -1:, :] = cached.values[..., -1:, :] = 0
+        if self.translator is not None:
+            weight, bias = self.translator
+            rms = hidden_states.square().mean(-1, keepdim=True).sqrt()
+            return hidden_states / rms @ weight.T + bias
         return hidden_states

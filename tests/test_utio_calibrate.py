@@ -59,8 +59,20 @@ def fitted(folder, tmp_path_factory):
 
     output = tmp_path_factory.mktemp("fitted") / "probe.safetensors"
     argv = arguments(folder("deep_llama"), output, "--tokens", "3000")
-    argv += ["--holdout", "0.3"]
+    argv += ["--holdout", "0.3", "--no-translators"]
     return output, utio_calibrate.main(argv), utio_calibrate.parse_args(argv)
+
+
+@pytest.fixture(scope="module", params=["deep_llama", "deep_opt_post"])
+def translated(request, folder, tmp_path_factory):
+    """As `fitted`, with translators; and the model's folder."""
+    import utio_calibrate
+
+    output = tmp_path_factory.mktemp("translated") / "probe.safetensors"
+    argv = arguments(folder(request.param), output, "--tokens", "3000")
+    argv += ["--holdout", "0.3"]
+    report, args = utio_calibrate.main(argv), utio_calibrate.parse_args(argv)
+    return output, report, args, folder(request.param)
 
 
 def arguments(model: Path, output: Path, *more: str) -> list[str]:
@@ -188,6 +200,70 @@ def test_the_fit_is_numpys(fitted, folder):
         )
 
 
+def test_translators_are_numpys_and_what_leavers_say(translated):
+    """Against lstsq on Transformers' states, and its own norm and head on those."""
+    from utio_calibrate import TRANSLATOR_STRENGTH, cut, split
+
+    output, report, args, model_folder = translated
+    texts = [path.read_text() for path in TEXTS]
+    tokens = cut(make_tokenizer(), texts, CONTEXT, args.tokens)
+    fit, held_out = split(tokens, args.holdout)
+    model = AutoModelForCausalLM.from_pretrained(model_folder).float().eval()
+    decoder = getattr(model.model, "decoder", model.model)
+    is_post = "opt" in model_folder.name
+    tail = [decoder.project_out] if is_post else [decoder.norm]
+    taken = {}
+    for n in (*CUTOFFS, LAYERS):
+        decoder.layers[n - 1].register_forward_hook(
+            lambda m, i, out, n=n: taken.__setitem__(n, out[0])
+        )
+
+    def states(windows):
+        found = {n: [] for n in (*CUTOFFS, LAYERS)}
+        for window in windows:
+            with torch.no_grad():
+                model(torch.tensor([window]))
+            for n, state in taken.items():
+                unit = state[:-1].double()
+                if n < LAYERS or not is_post:
+                    unit /= (unit.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+                found[n].append(unit)
+        return {n: torch.cat(parts).numpy() for n, parts in found.items()}
+
+    def logits(features):
+        x = torch.from_numpy(features).float()
+        for module in tail:
+            x = module(x)
+        return model.lm_head(x).double().log_softmax(-1)
+
+    with safe_open(output, "numpy") as file:
+        weight = file.get_tensor("translator_weight")
+        bias = file.get_tensor("translator_bias")
+    assert weight.shape == (len(CUTOFFS), HIDDEN, HIDDEN)
+    assert bias.shape == (len(CUTOFFS), HIDDEN)
+    at_fit, later = states(fit), states(held_out)
+    first = np.cumsum([0, *(len(w) - 1 for w in held_out)])[:-1]  # not counted
+    counted = np.delete(np.arange(len(later[LAYERS])), first)
+    with torch.no_grad():
+        p = logits(later[LAYERS])[counted]
+    for i, cutoff in enumerate(CUTOFFS):
+        x, y = at_fit[cutoff], at_fit[LAYERS]
+        pull = math.sqrt(TRANSLATOR_STRENGTH * len(x)) * np.eye(HIDDEN)
+        rows = np.concatenate([x - x.mean(0), pull])
+        targets = np.concatenate([y - y.mean(0), np.zeros((HIDDEN, HIDDEN))])
+        expected = np.linalg.lstsq(rows, targets, rcond=None)[0].T
+        np.testing.assert_allclose(weight[i], expected, atol=5e-3)
+        found = later[cutoff] @ weight[i].T + bias[i]
+        by_hand = later[cutoff] @ expected.T + y.mean(0) - expected @ x.mean(0)
+        np.testing.assert_allclose(found, by_hand, atol=5e-3)
+        with torch.no_grad():
+            q = logits(found.astype(np.float32))[counted]
+        kl = kl_div(q, p, reduction="none", log_target=True).sum(-1).numpy()
+        np.testing.assert_allclose(report.held_out.kl[i], kl, atol=5e-3)
+        truth = plain(model_folder, held_out, cutoff)
+        assert report.untranslated[i] == pytest.approx(truth.kl.mean(), rel=1e-4)
+
+
 def test_normal_equations_in_pieces_are_ridge():
     from utio_calibrate import STRENGTHS, NormalEquations
 
@@ -197,7 +273,7 @@ def test_normal_equations_in_pieces_are_ridge():
     sums = NormalEquations(20)
     for begin in range(0, 500, 70):
         piece = slice(begin, begin + 70)
-        sums.add(torch.from_numpy(x[piece]), y[piece])
+        sums.add(torch.from_numpy(x[piece]), torch.from_numpy(y[piece]))
     weights, intercepts = sums.solve(STRENGTHS)
     for strength, weight, intercept in zip(STRENGTHS, weights, intercepts):
         expected = ridge(x.astype(np.float64), y, strength)
@@ -211,7 +287,7 @@ def test_columns_that_are_sums_of_others_are_no_matter():
     x = np.random.default_rng(0).normal(size=(300, 4))
     x = np.concatenate([x, x[:, :1] + x[:, 1:2], np.ones((300, 1))], 1)
     sums = NormalEquations(6)
-    sums.add(torch.from_numpy(x).float(), x[:, 0] * 2 + 1)
+    sums.add(torch.from_numpy(x).float(), torch.from_numpy(x[:, 0] * 2 + 1))
     weights, intercepts = sums.solve([1e-6])
     assert weights.isfinite().all()
     np.testing.assert_allclose(x @ weights[0].numpy() + intercepts[0].item(),
@@ -327,7 +403,9 @@ def test_a_cost_that_is_in_the_state_is_found(tmp_path):
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     report = utio_calibrate.main(
-        arguments(tmp_path / "model", tmp_path / "probe.safetensors")
+        arguments(
+            tmp_path / "model", tmp_path / "probe.safetensors", "--no-translators"
+        )
     )
     costs_nothing = (report.held_out.kl[0] < 1e-4).mean()
     assert 0.2 < costs_nothing < 0.8  # the plant is there
@@ -502,7 +580,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     probe = Probe(torch.zeros(1, HIDDEN), torch.zeros(1), [1.0], 1)
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(SystemExit, match="--output.*disk full"):
-        write(output, probe, [2], CONFIGS["deep_llama"])
+        write(output, probe, [], [2], CONFIGS["deep_llama"])
     assert output.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [output]
 

@@ -24,6 +24,7 @@ from vllm.v1.worker.depth_policy import CutoffPolicy
 
 FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
 SHARES = (0.375, 0.25, 0.375)
+ABOUT = ("utio-calibration-1", ",".join(map(str, CUTOFFS[:-1])), str(NUM_LAYERS))
 
 
 class Recorded(CutoffPolicy):
@@ -188,12 +189,19 @@ def test_full_depth_afterwards(engine, routed):
 # Probes
 
 
-def save_probes(folder, hidden_size: int, cutoffs=CUTOFFS[:-1], **metadata) -> str:
+def save_probes(
+    folder, hidden_size: int, cutoffs=CUTOFFS[:-1], translators=False, **metadata
+) -> str:
     generator = torch.Generator().manual_seed(5)
-    tensors = {
-        "weight": torch.randn(len(cutoffs), hidden_size, generator=generator),
-        "bias": torch.randn(len(cutoffs), generator=generator),
-    }
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(len(cutoffs), *shape, generator=generator)
+
+    tensors = {"weight": normal(hidden_size), "bias": normal()}
+    if translators:
+        mixed = normal(hidden_size, hidden_size) / hidden_size**0.5
+        tensors["translator_weight"] = torch.eye(hidden_size) + mixed
+        tensors["translator_bias"] = normal(hidden_size)
     file = str(folder / "probes.safetensors")
     about = {
         "format": "utio-calibration-1",
@@ -238,6 +246,31 @@ def test_probes_read_the_states_of_their_cutoffs(engine, model_folder, tmp_path)
     assert depths == expected.tolist()
 
 
+@pytest.fixture(scope="module")
+def translators(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("translators")
+    return save_probes(folder, CONFIGS["deep_llama"].hidden_size, translators=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_translated_exits_agree_with_the_oracle(
+    engine, depth_oracle, routed, translators, family
+):
+    """In routing by scores, under ceilings, and in the keys that are left behind,
+    which are those of the states as they were."""
+    llm = engine(family, **engine_options(utio_calibration=translators))
+    poison_cache(llm)
+    asked = requests()
+    asked[4].options = dict(max_depth=2)
+    served = routed(llm, asked)
+    assert_logits(depth_oracle(family, calibration=translators), served)
+    assert {depth for r in served for depth in r.depths} == set(CUTOFFS)
+    plain = depth_oracle(family)
+    request = next(r for r in served if set(r.depths) & set(CUTOFFS[:-1]))
+    untranslated = plain.logits(request.prompt, request.tokens, request.depths)
+    assert abs(untranslated - request.logits).max() > 0.1
+
+
 def test_refusals(engine, tmp_path):
     """A calibration of another model, or none; buckets, which are not known before
     the step."""
@@ -259,3 +292,18 @@ def test_refusals(engine, tmp_path):
             start(utio_calibration=file)
     with pytest.raises(ValueError, match="utio_calibration"):
         start(utio_calibration=str(tmp_path / "missing"))
+    file = save_probes(tmp_path, hidden_size, translators=True)
+    tensors = load_file(file)
+    about = dict(zip(("format", "cutoffs", "num_layers"), ABOUT))
+    for name, changed in (
+        ("translator_bias", None),
+        ("translator_bias", tensors["translator_bias"][:, 1:].contiguous()),
+        ("translator_weight", tensors["translator_weight"][:, 1:].contiguous()),
+        ("translator_weight", tensors["translator_weight"][:1].contiguous()),
+    ):
+        others = tensors | {name: changed}
+        if changed is None:
+            del others[name]
+        save_file(others, file, about)
+        with pytest.raises(ValueError, match="utio_calibration .*translator|cannot"):
+            start(utio_calibration=file)

@@ -438,6 +438,8 @@ def test(checkout: Checkout, log: Log) -> None:
     if _has_room_for_two():
         # Each on the core that is free; vLLM would bind both to the same one.
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        threads = max(len(os.sched_getaffinity(0)) // 2, 1)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
         command = parts["engine, V2"]
         with log.beside(command, checkout.root, environment) as wait:
             report(*v1)

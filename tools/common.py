@@ -90,6 +90,9 @@ class Checkout:
 
 # Quiet; the second one only silences a warning of pytest-asyncio.
 PYTEST_OPTIONS = ["-q", "-o", "asyncio_default_fixture_loop_scope=function"]
+# A test that hangs ends its session, and says where.
+PYTEST_OPTIONS += ["-o", "faulthandler_timeout=1200"]
+PYTEST_OPTIONS += ["-o", "faulthandler_exit_on_timeout=true"]
 
 HERE = Checkout(Path(__file__).resolve().parent.parent)
 

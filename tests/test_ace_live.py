@@ -44,7 +44,7 @@ SCORE_ERROR = 4e-4
 `test_icm_live.SCORE_ERROR`, as either may be off."""
 WAIT_SECONDS = 600
 """Far more than anything takes; a machine may have other work."""
-SAMPLES = 10
+SAMPLES = 6
 TRAIN, VALIDATION = 20, 10
 # Completions of one round and the answers after it.
 TOTAL = 2 * (TRAIN + VALIDATION) + 2 * TRAIN

@@ -77,9 +77,8 @@ def test_the_skipped_layers_do_no_work(llm):
     assert llm.reset_prefix_cache()
     with mlp_rows(llm) as rows:
         serve(llm, [limited(3, 20, 2, max_tokens=5), limited(4, 10, 4, max_tokens=5)])
-    # 30 prompt tokens, then four decode steps. Where nobody is left, one row stands in
-    # for kernels that do not take none.
-    assert rows == [30 + 8] * 2 + [30 + 4] * 2 + [30 + 4] * 2
+    # 30 prompt tokens, then four decode steps.
+    assert rows == [30 + 8] * 2 + [30 + 4] * 2 + [30] * 2
 
 
 def test_it_is_a_ceiling_of_routing(engine, llama):

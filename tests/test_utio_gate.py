@@ -110,11 +110,25 @@ def test_each_range_of_batch_sizes_has_its_trial(llm, slow_last_layer):
     assert set(speedups(llm)) == {"2", "4"}
 
 
-def test_ceilings_hold_in_its_trial(llm):
+def test_steps_with_ceilings_are_not_measured(llm):
+    """They would hide what it is for."""
     request = Request([5, 6, 7], 1 + TRIAL, options=dict(max_depth=4))
     serve(llm, [request])
-    # Routed ones leave at 2.
-    assert request.output.outputs[0].mean_decode_depth == pytest.approx(3)
+    assert request.output.outputs[0].mean_decode_depth == 2  # all are routed
+    assert not speedups(llm)
+    request = Request([5, 6, 7], 1 + TRIAL)
+    serve(llm, [request])
+    assert request.output.outputs[0].mean_decode_depth == pytest.approx(4)
+    assert speedups(llm)
+
+
+def test_ceilings_hold_where_it_does_not_route(llm):
+    gate = model_runner(llm).depth_router.gate
+    gate.decide = lambda num_decodes, measurable: "gate"
+    requests = [Request([5, 6, 7], 6, options=dict(max_depth=n)) for n in (2, 4, None)]
+    serve(llm, requests)
+    depths = [request.output.outputs[0].mean_decode_depth for request in requests]
+    assert depths == [2, 4, NUM_LAYERS]
 
 
 def test_steps_are_right_whatever_it_does(llm, depth_oracle):

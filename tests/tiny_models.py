@@ -39,6 +39,7 @@ TWINS = (20, 21)
 """Two tokens of the Llama whose rows of the head are equal, so that their logits
 tie."""
 
+_ENDS = dict(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
 _DECODER = dict(
     hidden_size=128,
     intermediate_size=256,
@@ -46,9 +47,7 @@ _DECODER = dict(
     num_key_value_heads=2,
     max_position_embeddings=MAX_POSITIONS,
     initializer_range=SPREAD,
-    bos_token_id=BOS_ID,
-    eos_token_id=EOS_ID,
-    pad_token_id=EOS_ID,
+    **_ENDS,
 )
 _OPT = dict(
     hidden_size=128,
@@ -56,9 +55,7 @@ _OPT = dict(
     num_attention_heads=4,
     max_position_embeddings=MAX_POSITIONS,
     init_std=SPREAD,
-    bos_token_id=BOS_ID,
-    eos_token_id=EOS_ID,
-    pad_token_id=EOS_ID,
+    **_ENDS,
     dropout=0.0,
 )
 _DEEP = dict(vocab_size=512, num_hidden_layers=6)
@@ -98,8 +95,7 @@ _GPT = dict(
     n_head=4,
     n_positions=MAX_POSITIONS,
     initializer_range=SPREAD,
-    bos_token_id=BOS_ID,
-    eos_token_id=EOS_ID,
+    **_ENDS,
 )
 _WINDOWS = dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=48)
 OTHERS = {
@@ -120,8 +116,7 @@ OTHERS = {
         head_dim=64,
         n_groups=1,
         initializer_range=SPREAD,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
+        **_ENDS,
     ),
     "qwen2_moe": Qwen2MoeConfig(
         moe_intermediate_size=64,

@@ -115,11 +115,14 @@ def eager(llm, on: bool) -> None:
 def probes(llm):
     """A `CalibratedProbe` of random weights, with no file."""
     import torch
-    from vllm.v1.worker.depth_policy import CalibratedProbe
+    from vllm.v1.worker.depth_policy import CalibratedProbe, Probe
 
     policy = CalibratedProbe.__new__(CalibratedProbe)
     policy.config = runner(llm).depth_router.config
-    policy.probes = {cutoff: (torch.randn(1024), 0.0) for cutoff in CUTOFFS[:-1]}
+    shapes = (256, 1024), (256,), (256,), ()
+    policy.probes = {
+        cutoff: Probe(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
+    }
     return policy
 
 

@@ -10,22 +10,35 @@ with rms(x) = sqrt(mean(x²) + 1e-6). From them, for each cutoff,
 
 - a translator predicts the features of the token's state after the last layer, which
   the final norm and the head then take instead of x (`--no-translators` leaves x), and
-- a probe predicts log(KL + 1e-4), where KL is the divergence of the next-token
-  distribution that leaving there gives from the one of full depth, in nats.
+- a probe predicts the square root of KL, the divergence of the next-token distribution
+  that leaving there gives from the one of full depth, in nats.
 
-Both are linear: ridge regressions from sums that do not grow with the text, in one pass
-over it each. What is kept a held-out token is a few numbers.
+Both are networks of one hidden layer, a translator's beside a linear map, fitted by
+gradient descent: probes by least squares, translators to the divergence of what the
+final norm and the head make of them, from a ridge regression on. What they are fitted
+to lies in scratch files beside the output: two bytes a number, token and cutoff, and
+four for full depth.
 
-The figures printed are of the held-out part, which also picks the ridge strength out of
-a few. They are teacher forcing with full-depth attention: every token attends to keys
-and values that full depth wrote. Routed decoding also pays for what leavers write.
-Leavers are picked over the whole part, as by a threshold, but for "probe, 32 a step":
-there each step of 32 tokens, drawn from the part, lets its share go, as serving does.
+The figures printed are of a part of the text that nothing was fitted to. They are
+teacher forcing with full-depth attention: every token attends to keys and values that
+full depth wrote. Routed decoding also pays for what leavers write. Leavers are picked
+over the whole part, as by a threshold, but for "probe, 32 a step": there each step of
+32 tokens, drawn from the part, lets its share go, as serving does.
 
-The file has `weight` float32 [cutoffs, hidden] and `bias` float32 [cutoffs];
-features @ weight[i] + bias[i] is higher the more it costs to leave at cutoff i; and
-`translator_weight` float32 [cutoffs, hidden, hidden] and `translator_bias` float32
-[cutoffs, hidden]: translator_weight[i] @ features + translator_bias[i].
+The file has float32 tensors. For cutoff i,
+
+    probe_weight_2[i] @ gelu(probe_weight_1[i] @ features + probe_bias_1[i])
+    + probe_bias_2[i]
+
+is higher the more it costs to leave there; their shapes are [cutoffs, width], [cutoffs,
+width, hidden], [cutoffs, width] and [cutoffs]. The translation is
+
+    translator_weight[i] @ features + translator_bias[i]
+    + translator_weight_2[i] @ gelu(translator_weight_1[i] @ features
+                                    + translator_bias_1[i])
+
+with [cutoffs, hidden, hidden], [cutoffs, hidden], [cutoffs, hidden, width], [cutoffs,
+width, hidden] and [cutoffs, width].
 """
 
 import argparse
@@ -33,7 +46,8 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,18 +59,23 @@ from rich.table import Table
 from safetensors.torch import save
 from scipy.stats import spearmanr
 from torch import nn
+from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 EXAMPLES = Path(__file__).parent
-FORMAT = "utio-calibration-1"
+FORMAT = "utio-calibration-2"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 RMS_EPSILON = 1e-6
-KL_EPSILON = 1e-4
-"""Below it, divergences count as the same; log(KL) alone would chase rounding."""
-STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Ridge strengths, a token; the features' own mean square is 1."""
-TRANSLATOR_STRENGTH = 1e-4
+STRENGTH = 1e-4
+"""Of the ridge regressions, a token; the features' own mean square is 1."""
+EPOCHS = 8
+RATE = 0.5
+"""Learning rate times the inputs of a layer, so that widths need no rate of their own."""
+DECAY = 0.05
+BATCH = 256
+SOME = 4096
+"""Tokens that say whether descent was any good."""
 LEAVING = (0.3, 0.5, 0.7)
 STEP = 32
 """Tokens of a decode step whose share leaves."""
@@ -81,9 +100,9 @@ class Rows(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """The same of the whole held-out part, with each strength's predictions."""
+    """The same of the whole held-out part, with the probes' predictions."""
 
-    predicted: np.ndarray  # float64 [C, strengths, n]
+    predicted: np.ndarray  # float64 [C, n]
     kl: np.ndarray
     exit_entropy: np.ndarray
     exit_nll: np.ndarray
@@ -92,21 +111,19 @@ class HeldOut(NamedTuple):
     lagged_entropy: np.ndarray
 
 
-class Probe(NamedTuple):
-    weight: torch.Tensor  # float32 [C, hidden]
-    bias: torch.Tensor  # float32 [C]
-    strengths: list[float]  # the one picked for each cutoff
-    tokens: int  # fitted on
-
-
 class Translator(NamedTuple):
-    """Makes features of the last layer's state out of those at a cutoff."""
+    """Makes features of the last layer's state out of those at a cutoff; float32."""
 
-    weight: torch.Tensor  # float32 [hidden, hidden]
-    bias: torch.Tensor  # float32 [hidden]
+    weight: torch.Tensor  # [hidden, hidden]
+    bias: torch.Tensor  # [hidden]
+    weight_1: torch.Tensor  # [width, hidden]
+    bias_1: torch.Tensor  # [width]
+    weight_2: torch.Tensor  # [hidden, width]
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(features, self.weight, self.bias)
+        inner = F.gelu(F.linear(features, self.weight_1, self.bias_1))
+        linear = F.linear(features, self.weight, self.bias)
+        return linear + F.linear(inner, self.weight_2)
 
 
 class Outcome(NamedTuple):
@@ -122,8 +139,9 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    probe: Probe
+    probes: list[nn.Sequential]  # one a cutoff
     translators: list[Translator]  # one a cutoff, or none
+    tokens: int  # fitted on
     untranslated: np.ndarray  # float64 [C], mean KL of the exits without
     held_out: HeldOut
     outcomes: list[list[Outcome]]  # a list a cutoff
@@ -143,19 +161,13 @@ def main(argv: list[str] | None = None) -> Report:
 
     untranslated = mean_divergence(args, exits, held_out)
     if args.translators:
-        exits.translators = fit_translators(args, exits, fitted)
-    equations = [NormalEquations(config.hidden_size) for _ in args.cutoffs]
-    for rows in progress(exits, fitted, args.batch_size, "fit"):
-        check_finite(args, rows)
-        for i, sums in enumerate(equations):
-            sums.add(rows.features[i], torch.from_numpy(target(rows.kl[i])))
-    solutions = [sums.solve(STRENGTHS) for sums in equations]
-    measured = measure(args, exits, held_out, solutions)
-    probe, picked = pick(solutions, measured, count(fitted))
-    outcomes = [compare(measured, i, predicted) for i, predicted in enumerate(picked)]
-    translators = exits.translators
-    write(args.output, probe, translators, args.cutoffs, config)
-    report = Report(probe, translators, untranslated, measured, outcomes)
+        exits.translators = fit_translators(args, exits, fitted, config.hidden_size)
+    probes = fit_probes(args, exits, fitted, config.hidden_size)
+    measured = measure(args, exits, held_out, probes)
+    outcomes = [compare(measured, i) for i in range(len(args.cutoffs))]
+    tokens, translators = count(fitted), exits.translators
+    write(args.output, probes, translators, tokens, args.cutoffs, config)
+    report = Report(probes, translators, tokens, untranslated, measured, outcomes)
     show(args, report)
     return report
 
@@ -175,8 +187,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--translators", action=argparse.BooleanOptionalAction, default=True,
-        help="translate the states of tokens that leave; file and memory take "
-        "hidden size² numbers a cutoff (default: %(default)s)",
+        help="translate the states of tokens that leave (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--translator-width", type=int, metavar="UNITS",
+        help="of the translators' hidden layer (default: the hidden size)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--probe-width", type=int, default=256, metavar="UNITS",
+        help="of the probes' hidden layer (default: %(default)s)",
     )  # fmt: skip
     text = add_text_options(parser, "was trained on")
     text.add_argument("--tokens", type=int, default=100_000, help="most tokens to use")
@@ -199,6 +218,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if len(set(args.cutoffs)) < len(args.cutoffs):
         parser.error("--cutoffs names a cutoff twice")
     args.cutoffs.sort()
+    for name in ("probe_width", "translator_width"):
+        if (getattr(args, name) or 1) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.tokens < 1:
         parser.error("--tokens must be at least 1")
     if args.context_length < 4:
@@ -405,7 +427,7 @@ class Exits:
     """
 
     def __init__(self, model: nn.Module, cutoffs: Sequence[int]):
-        self._model = model
+        self._model = model.requires_grad_(False)
         decoder = getattr(model.model, "decoder", model.model)
         self._decoder = decoder
         if decoder is model.model:
@@ -432,16 +454,34 @@ class Exits:
         for full, states, _, ids in self._run(windows, batch_size):
             yield self._window(full, states, ids)
 
-    def pairs(
+    def samples(
         self, windows: list[list[int]], batch_size: int
-    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Features of each window's tokens at the cutoffs and after the last layer,
-        float32 [n, hidden] each; those of the last layer as they are where no norm
-        follows."""
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of the usable tokens of each window: features at the cutoffs, float32 [C, n,
+        hidden]; those after the last layer, [n, hidden], or the states as they are where
+        no norm follows; and what the head then takes, [n, size]."""
         normed = any("norm" in type(module).__name__.lower() for module in self._tail)
-        for _, states, last, _ in self._run(windows, batch_size):
+        for full, states, last, _ in self._run(windows, batch_size):
             ends = features(last) if normed else last.float()
-            yield [features(state) for state in states], ends
+            at_cutoffs = torch.stack([features(state[1:]) for state in states])
+            yield at_cutoffs, ends[1:], full[1:].float()
+
+    def divergence(self, full: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """KL in nats, `[n]`, of what the final norm and the head make of features from
+        what the head makes of `full`."""
+        head = self._model.get_output_embeddings()
+        x = features.to(head.weight.dtype)
+        for module in self._tail:
+            x = module(x)
+        p = head(full.to(x.dtype)).float().log_softmax(-1)
+        q = head(x).float().log_softmax(-1)
+        return (p.exp() * (p - q)).sum(-1)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Tokens whose logits may be held."""
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        return max(LOGITS_AT_ONCE // vocabulary, 1)
 
     @torch.inference_mode()
     def _run(self, windows: list[list[int]], batch_size: int):
@@ -466,7 +506,7 @@ class Exits:
     @torch.inference_mode()
     def _window(self, full, states, following) -> Rows:
         head = self._model.get_output_embeddings()
-        step = max(LOGITS_AT_ONCE // head.weight.shape[0], 1)
+        step = self.rows_at_once
         parts = []
         for begin in range(0, len(following), step):
             rows = slice(begin, begin + step)
@@ -506,10 +546,6 @@ def features(states: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + RMS_EPSILON).sqrt()
 
 
-def target(kl: np.ndarray) -> np.ndarray:
-    return np.log(kl + KL_EPSILON)
-
-
 def entropy(logprobs: torch.Tensor) -> torch.Tensor:
     return -(logprobs.exp() * logprobs).sum(-1)
 
@@ -524,15 +560,15 @@ def progress(exits: Exits, windows, batch_size: int, name: str) -> Iterator[Rows
 class NormalEquations:
     """Sums of a least-squares fit, in float64, as tokens come by."""
 
-    def __init__(self, size: int, *outputs: int):
+    def __init__(self, size: int, outputs: int):
         self.count = 0
         self._x = torch.zeros(size, dtype=torch.float64)
         self._y = torch.zeros(outputs, dtype=torch.float64)
         self._xx = torch.zeros(size, size, dtype=torch.float64)
-        self._xy = torch.zeros(size, *outputs, dtype=torch.float64)
+        self._xy = torch.zeros(size, outputs, dtype=torch.float64)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Takes in features `[n, size]` and targets `[n, *outputs]`."""
+        """Takes in features `[n, size]` and targets `[n, outputs]`."""
         x, y = x.double(), y.to(x.device).double()
         if self._xx.device != x.device:
             self._x, self._y, self._xx, self._xy = (
@@ -544,21 +580,18 @@ class NormalEquations:
         self._xx += x.T @ x
         self._xy += x.T @ y
 
-    def solve(self, strengths: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    def solve(self, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Minimises the mean square error + strength * |weight|², the intercept free.
 
         Returns:
-            Weights float64 `[strengths, size, *outputs]` and intercepts
-            `[strengths, *outputs]`.
+            Weights float64 `[size, outputs]` and intercepts `[outputs]`.
         """
         mean, mean_y = self._x / self.count, self._y / self.count
         centred = self._xx / self.count - torch.outer(mean, mean)
-        moment = self._xy / self.count - torch.tensordot(mean, mean_y, dims=0)
-        values, vectors = torch.linalg.eigh(centred)
-        along = vectors.T @ moment
-        values = values.clamp(min=0).reshape(-1, *[1] * mean_y.ndim)
-        weights = torch.stack([vectors @ (along / (values + s)) for s in strengths])
-        return weights, mean_y - torch.tensordot(weights, mean, dims=([1], [0]))
+        moment = self._xy / self.count - torch.outer(mean, mean_y)
+        centred.diagonal().add_(strength)
+        weight = torch.linalg.solve(centred, moment)
+        return weight, mean_y - mean @ weight
 
 
 def mean_divergence(args, exits: Exits, windows) -> np.ndarray:
@@ -571,51 +604,165 @@ def mean_divergence(args, exits: Exits, windows) -> np.ndarray:
     return total / tokens
 
 
-def fit_translators(args, exits: Exits, windows) -> list[Translator]:
-    equations: list[NormalEquations] = []
-    with tqdm(total=len(windows), desc="translators", unit="text", leave=False) as bar:
-        for states, ends in exits.pairs(windows, args.batch_size):
-            size = ends.shape[1]
-            equations = equations or [NormalEquations(size, size) for _ in states]
-            for sums, state in zip(equations, states):
-                sums.add(state, ends)
-            bar.update()
-    translators = []
-    for sums in equations:
-        (weight,), (bias,) = sums.solve([TRANSLATOR_STRENGTH])
-        translators.append(Translator(weight.T.float(), bias.float()))
-    return translators
+def fit_translators(args, exits: Exits, windows, hidden_size: int) -> list[Translator]:
+    size, width = count(windows), args.translator_width or hidden_size
+    xs = scratch(args, (len(args.cutoffs), size, hidden_size), np.float16)
+    fulls, filled = None, 0
+    equations = [NormalEquations(hidden_size, hidden_size) for _ in args.cutoffs]
+    with tqdm(total=size, desc="states", unit="tok", leave=False) as bar:
+        for at_cutoffs, ends, full in exits.samples(windows, args.batch_size):
+            if fulls is None:
+                fulls = scratch(args, (size, full.shape[1]), np.float32)
+            new = slice(filled, filled + len(full))
+            xs[:, new], fulls[new] = at_cutoffs.cpu().numpy(), full.cpu().numpy()
+            for sums, x in zip(equations, at_cutoffs):
+                sums.add(x, ends)
+            filled = new.stop
+            bar.update(len(full))
+    return [
+        fit_translator(exits, x, fulls, sums, width, args.device)
+        for x, sums in zip(xs, equations)
+    ]
 
 
-def measure(args, exits: Exits, windows, solutions) -> HeldOut:
-    """Runs the held-out windows and predicts them with every solution."""
+def fit_translator(
+    exits: Exits,
+    x: np.ndarray,
+    full: np.ndarray,
+    linear: NormalEquations,
+    width: int,
+    device: str,
+) -> Translator:
+    """The least divergence from full depth.
+
+    Args:
+        x: features `[n, hidden]`.
+        full: what the head takes at full depth, `[n, size]`.
+        linear: gives the map to begin with.
+    """
+    weight, bias = linear.solve(STRENGTH)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = nn.Linear(x.shape[1], width)
+    start = weight.T, bias, first.weight, first.bias, torch.zeros(len(weight), width)
+    tensors = [
+        tensor.detach().to(device, torch.float32).requires_grad_() for tensor in start
+    ]
+    translator = Translator(*tensors)
+
+    def loss(rows: np.ndarray) -> torch.Tensor:
+        inputs = torch.from_numpy(x[rows]).to(device).float()
+        return exits.divergence(
+            torch.from_numpy(full[rows]).to(device), translator(inputs)
+        )
+
+    groups = [
+        {"params": tensors[:4], "lr": RATE / x.shape[1]},
+        {"params": tensors[4:], "lr": RATE / width},
+    ]
+    at_once = exits.rows_at_once
+    some = np.random.default_rng(0).choice(len(x), min(len(x), SOME), replace=False)
+
+    @torch.no_grad()
+    def mean_loss() -> float:
+        parts = [some[i : i + at_once] for i in range(0, len(some), at_once)]
+        return sum(loss(part).sum().item() for part in parts) / len(some)
+
+    before, begun_with = mean_loss(), [tensor.detach().clone() for tensor in tensors]
+    descend("translator", groups, len(x), loss, at_once)
+    # Where a linear map is nearly right, steps can lead away from it.
+    if mean_loss() > before:
+        return Translator(*begun_with)
+    return Translator(*(tensor.detach() for tensor in tensors))
+
+
+def fit_probes(args, exits: Exits, windows, hidden_size: int) -> list[nn.Sequential]:
+    shape = len(args.cutoffs), count(windows), hidden_size
+    xs, costs, filled = scratch(args, shape, np.float16), np.empty(shape[:2]), 0
+    for rows in progress(exits, windows, args.batch_size, "costs"):
+        check_finite(args, rows)
+        new = slice(filled, filled + rows.kl.shape[1])
+        xs[:, new] = rows.features.cpu().numpy()
+        costs[:, new] = np.sqrt(rows.kl)
+        filled = new.stop
+    return [fit_probe(x, y, args.probe_width, args.device) for x, y in zip(xs, costs)]
+
+
+def fit_probe(x: np.ndarray, y: np.ndarray, width: int, device: str) -> nn.Sequential:
+    """Least squares of targets `[n]` from features `[n, hidden]`."""
+    target = torch.from_numpy(y).float()
+    mean, spread = target.mean(), target.std().clamp(min=1e-6)
+    target = (target - mean) / spread
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first, last = nn.Linear(x.shape[1], width), nn.Linear(width, 1)
+    probe = nn.Sequential(first, nn.GELU(), last).to(device)
+
+    def loss(rows: np.ndarray) -> torch.Tensor:
+        inputs = torch.from_numpy(x[rows]).to(device).float()
+        return (probe(inputs).squeeze(1) - target[rows].to(device)).square()
+
+    groups = [
+        {"params": layer.parameters(), "lr": RATE / layer.in_features}
+        for layer in (first, last)
+    ]
+    descend("probe", groups, len(x), loss, BATCH)
+    with torch.no_grad():
+        last.weight.mul_(spread)
+        last.bias.mul_(spread).add_(mean)
+    return probe
+
+
+def descend(
+    name: str,
+    groups: list[dict],
+    size: int,
+    loss: Callable[[np.ndarray], torch.Tensor],
+    at_once: int,
+) -> None:
+    """Fits the parameters in `groups` to `size` samples.
+
+    Args:
+        loss: of samples by their indices, `[n]`; of not more than `at_once`.
+    """
+    optimizer = torch.optim.AdamW(groups, weight_decay=DECAY)
+    rng = np.random.default_rng(0)
+    order = np.concatenate([rng.permutation(size) for _ in range(EPOCHS)])
+    batches = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [group["lr"] for group in groups], total_steps=len(batches)
+    )
+    for batch in tqdm(batches, desc=name, unit="step", leave=False):
+        optimizer.zero_grad()
+        for begin in range(0, len(batch), at_once):
+            (loss(batch[begin : begin + at_once]).sum() / len(batch)).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def scratch(args, shape: tuple[int, ...], dtype: type[np.floating]) -> np.ndarray:
+    """An array in a file beside the output, which goes with it."""
+    try:
+        with tempfile.TemporaryFile(dir=args.output.parent) as file:
+            # Now, not when a page of it is written, which a full disk would end.
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype().itemsize)
+            return np.memmap(file, dtype, "r+", shape=shape)
+    except OSError as error:
+        sys.exit(f"--output {args.output}: no scratch file beside it: {error}")
+
+
+@torch.inference_mode()
+def measure(args, exits: Exits, windows, probes) -> HeldOut:
+    """Runs the held-out windows, and the probes on them."""
     parts = []
     for rows in progress(exits, windows, args.batch_size, "held out"):
         check_finite(args, rows)
-        predicted = [
-            (x.double() @ weights.T + bias).T.cpu().numpy()
-            for x, (weights, bias) in zip(rows.features, solutions)
-        ]
-        parts.append((np.stack(predicted), *rows[1:]))
+        found = [probe(x).squeeze(1) for probe, x in zip(probes, rows.features)]
+        parts.append((torch.stack(found).double().cpu().numpy(), *rows[1:]))
     return HeldOut(*(np.concatenate(column, -1) for column in zip(*parts)))
 
 
-def pick(solutions, held_out: HeldOut, tokens: int) -> tuple[Probe, list[np.ndarray]]:
-    """Takes the strength with the least square error for each cutoff.
-
-    Returns:
-        The probe and its predictions of the held-out part.
-    """
-    errors = held_out.predicted - target(held_out.kl)[:, None]
-    best = np.square(errors).mean(-1).argmin(-1)
-    weight = torch.stack([w[i] for (w, _), i in zip(solutions, best)])
-    bias = torch.stack([b[i] for (_, b), i in zip(solutions, best)])
-    strengths = [STRENGTHS[i] for i in best]
-    probe = Probe(weight.float().cpu(), bias.float().cpu(), strengths, tokens)
-    return probe, [p[i] for p, i in zip(held_out.predicted, best)]
-
-
-def compare(held_out: HeldOut, index: int, predicted: np.ndarray) -> list[Outcome]:
+def compare(held_out: HeldOut, index: int) -> list[Outcome]:
     """Lets the tokens of the lowest scores leave at the cutoff `index`.
 
     Random leavers are not drawn; the figures are what they come to on average.
@@ -625,8 +772,8 @@ def compare(held_out: HeldOut, index: int, predicted: np.ndarray) -> list[Outcom
     agrees = held_out.agrees[index]
     scores = {
         "random": None,
-        "probe": predicted,
-        STEPWISE: predicted,
+        "probe": held_out.predicted[index],
+        STEPWISE: held_out.predicted[index],
         "entropy at the exit": held_out.exit_entropy[index],
         "lagged entropy": held_out.lagged_entropy,
         "oracle": kl,
@@ -672,8 +819,9 @@ def lowest_by_step(scores: np.ndarray, share: float) -> np.ndarray:
 
 def write(
     path: Path,
-    probe: Probe,
+    probes: Sequence[nn.Sequential],
     translators: Sequence[Translator],
+    tokens: int,
     cutoffs: Sequence[int],
     config,
 ) -> None:
@@ -684,14 +832,20 @@ def write(
         "num_layers": str(config.num_hidden_layers),
         "hidden_size": str(config.hidden_size),
         "model_type": config.model_type,
-        "tokens": str(probe.tokens),
+        "tokens": str(tokens),
     }
-    tensors = {"weight": probe.weight.contiguous(), "bias": probe.bias.contiguous()}
+    tensors = {
+        "probe_weight_1": [probe[0].weight for probe in probes],
+        "probe_bias_1": [probe[0].bias for probe in probes],
+        "probe_weight_2": [probe[2].weight[0] for probe in probes],
+        "probe_bias_2": [probe[2].bias[0] for probe in probes],
+    }
     if translators:
         for name in Translator._fields:
-            parts = [getattr(translator, name).cpu() for translator in translators]
-            tensors[f"translator_{name}"] = torch.stack(parts).contiguous()
-    data = save(tensors, metadata)
+            parts = [getattr(translator, name) for translator in translators]
+            tensors[f"translator_{name}"] = parts
+    stacked = {name: torch.stack(t).detach().cpu() for name, t in tensors.items()}
+    data = save(stacked, metadata)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -707,10 +861,10 @@ def write(
 def show(args: argparse.Namespace, report: Report) -> None:
     """Prints what was fitted and a table a cutoff."""
     console = Console(width=88)
-    probe, held_out = report.probe, report.held_out
+    held_out = report.held_out
     console.print(
         f"{args.model}\n"
-        f"{probe.tokens} tokens fitted, {len(held_out.full_nll)} held out, perplexity "
+        f"{report.tokens} tokens fitted, {len(held_out.full_nll)} held out, perplexity "
         f"{math.exp(held_out.full_nll.mean()):.4f} at full depth\n"
         "Teacher forcing with full-depth attention: leavers are scored by the exit, "
         "the other tokens by full depth.\n"
@@ -724,7 +878,6 @@ def show(args: argparse.Namespace, report: Report) -> None:
         title = f"Leaving after {cutoff} layers: mean KL {held_out.kl[i].mean():.4f}"
         if report.translators:
             title += f", untranslated {report.untranslated[i]:.4f}"
-        title += f"; ridge strength {probe.strengths[i]:g}"
         console.print(table(title, report.outcomes[i]))
     console.print(f"Written to {args.output}", highlight=False, soft_wrap=True)
 

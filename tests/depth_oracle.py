@@ -8,6 +8,7 @@ saves no work, so there is little here that could be wrong, and nothing is share
 vLLM.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,9 +50,9 @@ class DepthOracle:
         if calibration is not None:
             with safe_open(calibration, framework="pt") as file:
                 cutoffs = file.metadata()["cutoffs"].split(",")
-                names = "translator_weight", "translator_bias"
-                pairs = zip(*map(file.get_tensor, names))
-                self._translators = dict(zip(map(int, cutoffs), pairs))
+                fields = "weight", "bias", "weight_1", "bias_1", "weight_2"
+                stacks = (file.get_tensor(f"translator_{field}") for field in fields)
+                self._translators = dict(zip(map(int, cutoffs), zip(*stacks)))
         self._known: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
@@ -130,7 +131,10 @@ class _Layer(nn.Module):
             cached = kwargs["past_key_values"].layers[self.layer.self_attn.layer_idx]
             cached.keys[..., -1:, :] = cached.values[..., -1:, :] = 0
         if self.translator is not None:
-            weight, bias = self.translator
+            weight, bias, weight_1, bias_1, weight_2 = self.translator
             rms = hidden_states.square().mean(-1, keepdim=True).sqrt()
-            return hidden_states / rms @ weight.T + bias
+            unit = hidden_states / rms
+            inner = unit @ weight_1.T + bias_1
+            inner = inner * (1 + torch.erf(inner / math.sqrt(2))) / 2  # GELU
+            return unit @ weight.T + bias + inner @ weight_2.T
         return hidden_states

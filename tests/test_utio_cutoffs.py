@@ -24,7 +24,7 @@ from vllm.v1.worker.depth_policy import CutoffPolicy
 
 FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
 SHARES = (0.375, 0.25, 0.375)
-ABOUT = ("utio-calibration-1", ",".join(map(str, CUTOFFS[:-1])), str(NUM_LAYERS))
+ABOUT = ("utio-calibration-2", ",".join(map(str, CUTOFFS[:-1])), str(NUM_LAYERS))
 
 
 class Recorded(CutoffPolicy):
@@ -197,14 +197,25 @@ def save_probes(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(len(cutoffs), *shape, generator=generator)
 
-    tensors = {"weight": normal(hidden_size), "bias": normal()}
+    width = 24
+    tensors = {
+        "probe_weight_1": normal(width, hidden_size) / hidden_size**0.5,
+        "probe_bias_1": normal(width),
+        "probe_weight_2": normal(width),
+        "probe_bias_2": normal(),
+    }
     if translators:
         mixed = normal(hidden_size, hidden_size) / hidden_size**0.5
-        tensors["translator_weight"] = torch.eye(hidden_size) + mixed
-        tensors["translator_bias"] = normal(hidden_size)
+        tensors |= {
+            "translator_weight": torch.eye(hidden_size) + mixed,
+            "translator_bias": normal(hidden_size),
+            "translator_weight_1": normal(width, hidden_size) / hidden_size**0.5,
+            "translator_bias_1": normal(width),
+            "translator_weight_2": normal(hidden_size, width) / width**0.5,
+        }
     file = str(folder / "probes.safetensors")
     about = {
-        "format": "utio-calibration-1",
+        "format": "utio-calibration-2",
         "cutoffs": ",".join(map(str, cutoffs)),
         "num_layers": str(NUM_LAYERS),
     }
@@ -236,7 +247,10 @@ def test_probes_read_the_states_of_their_cutoffs(engine, model_folder, tmp_path)
             states = model(ids, output_hidden_states=True).hidden_states
         at_cutoffs = torch.stack([states[c][0, -1] for c in CUTOFFS[:-1]])
         unit = at_cutoffs / at_cutoffs.square().mean(1, keepdim=True).sqrt()
-        scores.append((unit * probes["weight"]).sum(1) + probes["bias"])
+        inner = torch.einsum("cwh,ch->cw", probes["probe_weight_1"], unit)
+        inner = torch.nn.functional.gelu(inner + probes["probe_bias_1"])
+        score = (inner * probes["probe_weight_2"]).sum(1) + probes["probe_bias_2"]
+        scores.append(score)
     scores = torch.stack(scores).numpy()
     expected = np.full(8, NUM_LAYERS)
     for index, (cutoff, leaving) in enumerate(zip(CUTOFFS, (3, 2))):
@@ -300,6 +314,8 @@ def test_refusals(engine, tmp_path):
         ("translator_bias", tensors["translator_bias"][:, 1:].contiguous()),
         ("translator_weight", tensors["translator_weight"][:, 1:].contiguous()),
         ("translator_weight", tensors["translator_weight"][:1].contiguous()),
+        ("translator_weight_2", None),
+        ("translator_bias_1", tensors["translator_bias_1"][:, 1:].contiguous()),
     ):
         others = tensors | {name: changed}
         if changed is None:

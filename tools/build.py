@@ -396,7 +396,7 @@ def _to_terminal(line: str) -> None:
 def test(checkout: Checkout, log: Log) -> None:
     """Run every kind of test and print one summary of all.
 
-    The two longest parts run side by side where there is room.
+    The longest part runs beside others where there is room.
 
     Raises:
         ToolError: a part failed.
@@ -429,24 +429,26 @@ def test(checkout: Checkout, log: Log) -> None:
         if status:
             failed.append(title)
 
-    *first, v1, v2 = [
-        (title, functools.partial(log.run, command, checkout.root, environment))
-        for title, command in parts.items()
-    ]
-    for title, run in first:
-        report(title, run)
+    def run_part(title: str) -> None:
+        report(
+            title, functools.partial(log.run, parts[title], checkout.root, environment)
+        )
+
+    run_part("series")
+    run_part("tools")
     if _has_room_for_two():
         # Each on the core that is free; vLLM would bind both to the same one.
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         threads = max(len(os.sched_getaffinity(0)) // 2, 1)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-        command = parts["engine, V2"]
-        with log.beside(command, checkout.root, environment) as wait:
-            report(*v1)
-            report(v2[0], wait)
+        longest = "engine, V1"
+        with log.beside(parts[longest], checkout.root, environment) as wait:
+            run_part("upstream's tests")
+            run_part("engine, V2")
+            report(longest, wait)
     else:
-        report(*v1)
-        report(*v2)
+        for title in ("upstream's tests", "engine, V1", "engine, V2"):
+            run_part(title)
     print(f"\nfull log: {log.path}\n" + "\n".join(rows))
     if failed:
         raise ToolError(f"{len(failed)} of {len(parts)} parts failed: {failed}")

@@ -218,9 +218,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if len(set(args.cutoffs)) < len(args.cutoffs):
         parser.error("--cutoffs names a cutoff twice")
     args.cutoffs.sort()
-    for name in ("probe_width", "translator_width"):
-        if (getattr(args, name) or 1) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.probe_width < 1:
+        parser.error("--probe-width must be at least 1")
+    if args.translator_width is not None and args.translator_width < 1:
+        parser.error("--translator-width must be at least 1")
     if args.tokens < 1:
         parser.error("--tokens must be at least 1")
     if args.context_length < 4:

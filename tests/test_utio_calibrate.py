@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`examples/utio_calibrate.py` against the same figures taken the plain way."""
 
+import errno
 import io
 import json
 import math
@@ -533,6 +534,8 @@ REFUSED = {
     "a cutoff twice": (["--cutoffs", "3", "3"], "--cutoffs"),
     "few tokens": (["--tokens", "100"], "--tokens"),
     "no tokens": (["--tokens", "0"], "--tokens"),
+    "no probe": (["--probe-width", "0"], "--probe-width"),
+    "no translator": (["--translator-width", "0"], "--translator-width"),
     "no such text": (["--text", "no/such/file"], "--text"),
     "no text named": (["--text"], "--text"),
     "no such model": (["--model", "/no/such/model"], "--model"),
@@ -614,6 +617,16 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         write(output, [probe], [], 1, [2], CONFIGS["deep_llama"])
     assert output.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_full_disk_is_said_to_be_one(folder, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    said = refusal(arguments(folder("deep_llama"), tmp_path / "probe"), capsys)
+    assert "--output" in said and "No space left" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_printed(fitted, capsys):

@@ -6,7 +6,7 @@
         --text book.txt --leaving 0.3 0.5
 
 Each way of routing is run at each early exit with each share of leavers, one exit at a
-time, beside all tokens leaving there and none.
+time, beside all tokens leaving there and none; and with each `--mix` of several exits.
 
 Cost: held-out text is forced through routed decoding, token by token, in a batch, and
 the log-probability that the model gave each forced token is recorded. A wrong step does
@@ -122,12 +122,14 @@ class AtTheCutoff(CutoffPolicy):
         if Chosen.way == PROBE:
             return self.probe.score(cutoff, states, req_indices, req_ids)
         scores = []
+        # The first one at which any leave is the one that sees every step.
+        exits = [c for c, share in zip(self.config.cutoffs, Chosen.shares) if share]
         for index in req_indices.tolist():
             # The engine appends eight characters to the ids that it is given.
             name = req_ids[index].rpartition("-")[0]
             known = Chosen.divergence.get((name, cutoff), (0.0,))
-            scores.append(known[min(Chosen.steps[name], len(known) - 1)])
-            Chosen.steps[name] += 1
+            Chosen.steps[name] += cutoff == exits[0]
+            scores.append(known[min(Chosen.steps[name], len(known)) - 1])
         return torch.tensor(scores, dtype=torch.float32, device=states.device)
 
 
@@ -136,8 +138,8 @@ class Point:
     """One way of routing."""
 
     way: str
-    cutoff: int
-    leaving: float
+    exits: tuple[int, ...]  # after how many layers
+    leaving: tuple[float, ...]  # share of the tokens at each
     mean_depth: float  # share of all layers
     perplexity: float
     rise: float  # of the perplexity, relative
@@ -186,6 +188,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="shares of the tokens that leave early",
     )  # fmt: skip
     parser.add_argument(
+        "--mix", type=parse_shares, nargs="+", default=[], metavar="SHARE,SHARE...",
+        help="shares that leave at each of the --cutoffs in the same step",
+    )  # fmt: skip
+    parser.add_argument(
         "--ways", nargs="+", choices=[RANDOM, TIS, PROBE, ORACLE],
         help="ways of routing; default: all, the probe with --calibration only",
     )  # fmt: skip
@@ -220,6 +226,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--cutoffs must be at least 1, not {args.cutoffs[0]}")
     if not all(0 < share < 1 for share in args.leaving):
         parser.error("--leaving must be between 0 and 1")
+    for mix in args.mix:
+        if len(mix) != len(args.cutoffs or []):
+            parser.error(f"--mix {mix}: {len(mix)} shares for --cutoffs {args.cutoffs}")
+        if not all(share > 0 for share in mix) or not sum(mix) <= 1 + 1e-9:
+            parser.error(f"--mix {mix}: must be above 0, their sum at most 1")
     if args.ways and PROBE in args.ways and not args.calibration:
         parser.error("--ways probe needs a --calibration")
     if not args.ways:
@@ -228,6 +239,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if path and (path.is_dir() or not path.parent.is_dir()):
             parser.error(f"{path}: not a file in an existing folder")
     return args
+
+
+def parse_shares(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
 
 
 class Sweep:
@@ -247,35 +262,37 @@ class Sweep:
         late = [way for way in args.ways if way in (PROBE, ORACLE)]
         if ORACLE in late:
             Chosen.divergence = self.divergences()
-        total = len(args.cutoffs) * (1 + len(args.leaving) * len(args.ways))
-        with tqdm(total=1 + total, unit="way") as bar:
+        exits = tuple(args.cutoffs)
+        plans = [((cutoff,), (s,)) for cutoff in exits for s in args.leaving]
+        plans += [(exits, shares) for shares in args.mix]
+        total = 1 + len(exits) + len(plans) * len(args.ways)
+        with tqdm(total=total, unit="way") as bar:
             llm = self.engine(BeforeTheStep)
-            self.stay = self.shares(self.num_layers, 0.0)
-            Chosen.set(RANDOM, self.stay)
+            Chosen.set(RANDOM, self.shares((), ()))
             logprobs, self.greedy, _ = self.force(llm, max_depth=self.num_layers)
             self.base = math.exp(-logprobs.mean())
             bar.update()
-            for cutoff in args.cutoffs:
+            for cutoff in exits:
                 measured = self.force(llm, max_depth=cutoff)
-                self.add(llm, UNIFORM, cutoff, 1.0, measured, max_depth=cutoff)
+                self.add(llm, UNIFORM, (cutoff,), (1.0,), measured, max_depth=cutoff)
                 bar.update()
             for ways, policy in ((early, BeforeTheStep), (late, AtTheCutoff)):
                 if not ways:
                     continue
                 if policy is AtTheCutoff:
                     llm = self.engine(policy)
-                for cutoff in args.cutoffs:
-                    for leaving in args.leaving:
-                        for way in ways:
-                            Chosen.set(way, self.shares(cutoff, leaving))
-                            if policy is AtTheCutoff:
-                                policy.newest.config.bucket_shares = Chosen.shares
-                            self.add(llm, way, cutoff, leaving, self.force(llm))
-                            bar.update()
+                for plan in plans:
+                    for way in ways:
+                        Chosen.set(way, self.shares(*plan))
+                        if policy is AtTheCutoff:
+                            policy.newest.config.bucket_shares = Chosen.shares
+                        self.add(llm, way, *plan, self.force(llm))
+                        bar.update()
 
-    def shares(self, cutoff: int, leaving: float) -> list[float]:
+    def shares(self, exits: Sequence[int], leaving: Sequence[float]) -> list[float]:
         """Of each of the engine's cutoffs."""
-        early = [leaving * (cutoff == other) for other in self.args.cutoffs]
+        known = dict(zip(exits, leaving))
+        early = [known.get(cutoff, 0.0) for cutoff in self.args.cutoffs]
         return [*early, 1 - sum(early)]
 
     def engine(self, policy: type) -> LLM:
@@ -374,13 +391,13 @@ class Sweep:
                     done[int(output.request_id)] = output.outputs[0]
         return [done[n] for n in range(len(params))]
 
-    def add(self, llm, way, cutoff, leaving, measured, max_depth=None) -> None:
+    def add(self, llm, way, exits, leaving, measured, max_depth=None) -> None:
         logprobs, greedy, depth = measured
         perplexity = math.exp(-logprobs.mean())
         self.points.append(
             Point(
                 way,
-                cutoff,
+                exits,
                 leaving,
                 depth,
                 perplexity,
@@ -435,7 +452,7 @@ def closed(points: list[Point], point: Point) -> float | None:
     by_way = {
         p.way: p.perplexity
         for p in points
-        if (p.cutoff, p.leaving) == (point.cutoff, point.leaving)
+        if (p.exits, p.leaving) == (point.exits, point.leaving)
     }
     if point.way in (RANDOM, ORACLE, UNIFORM) or not {RANDOM, ORACLE} <= set(by_way):
         return None
@@ -452,10 +469,11 @@ def show(sweep: Sweep) -> None:
     table.add_row(
         FULL, f"{sweep.num_layers}", "", "1.00", f"{sweep.base:.3f}", "", "1.000"
     )
-    for p in sorted(sweep.points, key=lambda p: (p.cutoff, p.leaving)):
+    for p in sorted(sweep.points, key=lambda p: (len(p.exits), p.exits, p.leaving)):
         share = closed(sweep.points, p)
         table.add_row(
-            p.way, f"{p.cutoff}", f"{p.leaving:.0%}", f"{p.mean_depth:.2f}",
+            p.way, ", ".join(map(str, p.exits)),
+            ", ".join(f"{share:.0%}" for share in p.leaving), f"{p.mean_depth:.2f}",
             f"{p.perplexity:.3f}", f"{p.rise:+.1%}", f"{p.agreement:.3f}",
             "" if math.isnan(p.speedup) else f"{p.speedup:.2f}×",
             "" if share is None else f"{share:.0%}",
@@ -472,7 +490,11 @@ def write_csv(path: Path, points: list[Point]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([field.name for field in fields(Point)])
-        writer.writerows(map(astuple, points))
+        for point in points:
+            columns = astuple(point)
+            writer.writerow(
+                "+".join(map(str, c)) if isinstance(c, tuple) else c for c in columns
+            )
 
 
 def draw(path: Path, sweep: Sweep) -> None:
@@ -494,17 +516,17 @@ def draw(path: Path, sweep: Sweep) -> None:
     for row, (cost, cost_label) in zip(axes, costs):
         for axis, (gain, gain_label) in zip(row, gains):
             for number, way in enumerate(ways):
-                for cutoff in sweep.args.cutoffs:
-                    own = [
-                        p for p in sweep.points if (p.way, p.cutoff) == (way, cutoff)
-                    ]
-                    own.sort(key=lambda p: p.leaving)
+                own = [p for p in sweep.points if p.way == way]
+                own.sort(key=lambda p: p.mean_depth)
+                for nth, exits in enumerate(dict.fromkeys(p.exits for p in own)):
+                    line = [p for p in own if p.exits == exits]
                     axis.plot(
-                        [getattr(p, gain) for p in own],
-                        [getattr(p, cost) for p in own],
+                        [getattr(p, gain) for p in line],
+                        [getattr(p, cost) for p in line],
                         marker="o" if way != UNIFORM else "x",
+                        linestyle="-" if len(exits) == 1 else ":",
                         color=f"C{number}",
-                        label=way if cutoff == sweep.args.cutoffs[0] else None,
+                        label=None if nth else way,
                     )
             axis.plot(1.0, 0.0 if cost == "rise" else 1.0, "k*", label=FULL)
             axis.set_xlabel(gain_label)
@@ -512,7 +534,8 @@ def draw(path: Path, sweep: Sweep) -> None:
         row[0].set_ylabel(cost_label)
     axes[0, 0].legend()
     exits = ", ".join(map(str, sweep.args.cutoffs))
-    figure.suptitle(f"{Path(sweep.args.model).name}: exits after {exits} layers")
+    mixed = "; dotted: several in one step" if sweep.args.mix else ""
+    figure.suptitle(f"{Path(sweep.args.model).name}: exits after {exits} layers{mixed}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -39,6 +39,7 @@ def swept(model_folder, tmp_path_factory):
                 *("--text", *map(str, TEXTS), "--cutoffs", *map(str, CUTOFFS)),
                 *("--prompt-length", f"{PROMPT}", "--forced-length", f"{FORCED}"),
                 *("--sequences", f"{SEQUENCES}", "--leaving", "0.3", "0.5"),
+                *("--mix", "0.2,0.5"),
                 *("--speed-tokens", "4", "--speed-rounds", "2"),
                 *("--csv", str(folder / "points.csv")),
                 *("--output", str(folder / "plot.png")),
@@ -55,7 +56,9 @@ def windows(swept) -> list[list[int]]:
 
 def of(swept, way: str, cutoff: int, leaving: float):
     (point,) = [
-        p for p in swept[0] if (p.way, p.cutoff, p.leaving) == (way, cutoff, leaving)
+        p
+        for p in swept[0]
+        if (p.way, p.exits, p.leaving) == (way, (cutoff,), (leaving,))
     ]
     return point
 
@@ -69,13 +72,17 @@ def forced(oracle, windows, depth: int) -> np.ndarray:
 
 
 def test_every_way_is_there(swept):
-    points = {(p.way, p.cutoff, p.leaving) for p in swept[0]}
+    points = [(p.way, p.exits, p.leaving) for p in swept[0]]
+    assert len(set(points)) == len(points)
     ways = ("random", "tis", "oracle")
-    assert points == {("all tokens", c, 1.0) for c in CUTOFFS} | {
-        (way, c, leaving) for way in ways for c in CUTOFFS for leaving in (0.3, 0.5)
+    plans = [((c,), (leaving,)) for c in CUTOFFS for leaving in (0.3, 0.5)]
+    plans.append((tuple(CUTOFFS), (0.2, 0.5)))
+    assert set(points) == {("all tokens", (c,), (1.0,)) for c in CUTOFFS} | {
+        (way, *plan) for way in ways for plan in plans
     }
     for p in swept[0]:
-        wanted = p.leaving * p.cutoff + (1 - p.leaving) * NUM_LAYERS
+        staying = 1 - sum(p.leaving)
+        wanted = np.dot(p.exits, p.leaving) + staying * NUM_LAYERS
         assert p.mean_depth * NUM_LAYERS == pytest.approx(wanted, abs=0.01)
         assert p.speedup > 0
 
@@ -120,24 +127,30 @@ def test_what_the_oracle_knows(swept, windows, depth_oracle):
                 assert known[f"{name}", cutoff][step] == pytest.approx(kl, rel=1e-3)
 
 
-def test_the_oracle_is_asked_about_the_step_that_runs(swept, monkeypatch):
+@pytest.mark.parametrize("plan", [((2,), (0.5,)), ((4,), (0.3,)), ((2, 4), (0.2, 0.5))])
+def test_the_oracle_is_asked_about_the_step_that_runs(swept, monkeypatch, plan):
+    """Once a step at the first exit, and for those that stayed at the others."""
     sweep, module = swept[3], swept[1]
-    policy, seen = module.AtTheCutoff.newest, []
+    policy, seen = module.AtTheCutoff.newest, {cutoff: [] for cutoff in plan[0]}
 
     def score(cutoff, states, req_indices, req_ids):
         names = [req_ids[i].rpartition("-")[0] for i in req_indices.tolist()]
-        step = len(seen)
+        step = len(seen[cutoff])
         scores = type(policy).score(policy, cutoff, states, req_indices, req_ids)
         wanted = [module.Chosen.divergence[name, cutoff][step] for name in names]
         np.testing.assert_allclose(scores, wanted, rtol=1e-6)
-        seen.append(sorted(map(int, names)))
+        seen[cutoff].append(sorted(map(int, names)))
         return scores
 
     monkeypatch.setattr(policy, "score", score)
-    module.Chosen.set("oracle", sweep.shares(2, 0.5))
+    module.Chosen.set("oracle", sweep.shares(*plan))
     policy.config.bucket_shares = module.Chosen.shares
     sweep.force(sweep.engines[-1])
-    assert seen == [list(range(SEQUENCES))] * (FORCED - 1)
+    first, *others = plan[0]
+    assert seen[first] == [list(range(SEQUENCES))] * (FORCED - 1)
+    for cutoff in others:
+        staying = round(SEQUENCES * (1 - plan[1][0]))
+        assert [len(names) for names in seen[cutoff]] == [staying] * (FORCED - 1)
 
 
 def test_files(swept):
@@ -145,6 +158,7 @@ def test_files(swept):
     rows = list(csv.DictReader((folder / "points.csv").open()))
     assert [row["way"] for row in rows] == [p.way for p in points]
     assert float(rows[0]["perplexity"]) == points[0].perplexity
+    assert ("2+4", "0.2+0.5") in {(row["exits"], row["leaving"]) for row in rows}
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,7 +166,7 @@ def test_share_of_the_gap():
     from utio_tradeoff import Point, closed
 
     def point(way, perplexity):
-        return Point(way, 2, 0.5, 0.7, perplexity, 0.0, 0.0, 1.0)
+        return Point(way, (2,), (0.5,), 0.7, perplexity, 0.0, 0.0, 1.0)
 
     points = [point("random", 30.0), point("oracle", 20.0), point("probe", 24.0)]
     assert closed(points, points[2]) == pytest.approx(0.6)
@@ -168,6 +182,12 @@ def test_share_of_the_gap():
         (["--leaving", "1.5"], "--leaving must be between 0 and 1"),
         (["--leaving", "nan"], "--leaving must be between 0 and 1"),
         (["--ways", "probe"], "--ways probe needs a --calibration"),
+        (["--mix", "0.5"], "--mix"),
+        (["--cutoffs", "2", "4", "--mix", "0.5"], "--mix"),
+        (["--cutoffs", "2", "4", "--mix", "0.5,0.6"], "--mix"),
+        (["--cutoffs", "2", "4", "--mix", "0.5,0"], "--mix"),
+        (["--cutoffs", "2", "4", "--mix", "0.5,nan"], "--mix"),
+        (["--cutoffs", "2", "4", "--mix", "a,b"], "--mix"),
         (["--forced-length", "1"], "--forced-length must be at least 2"),
         (["--prompt-length", "5000"], "--prompt-length, --forced-length and"),
         (["--sequences", "0"], "--sequences must be at least 1"),

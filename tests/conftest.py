@@ -9,6 +9,7 @@ each has a session of its own. A test that uses no engine says the same in both 
 runs in V1's only.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -129,7 +130,9 @@ def engine(runner: str, model_folder):
         assert uses_v2 == (runner == "v2"), "vLLM fell back to the other runner"
         return llm
 
-    return start
+    yield start
+    # Each engine that goes collects garbage, which takes seconds with all of them.
+    gc.collect = lambda generation=2: 0
 
 
 @pytest.fixture(scope="session")

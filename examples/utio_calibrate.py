@@ -8,8 +8,8 @@
 Let x be a token's residual stream after `cutoff` layers. Its features are x / rms(x),
 with rms(x) = sqrt(mean(x²) + 1e-6). From them, for each cutoff,
 
-- a translator predicts the features of the token's state after the last layer, which
-  the final norm and the head then take instead of x (`--no-translators` leaves x), and
+- a translator makes a state like those after the last layer, which the final norm and
+  the head then take instead of x (`--no-translators` leaves x), and
 - a probe predicts the square root of KL, the divergence of the next-token distribution
   that leaving there gives from the one of full depth, in nats.
 
@@ -672,7 +672,7 @@ def fit_translator(
     before, begun_with = mean_loss(), [tensor.detach().clone() for tensor in tensors]
     descend("translator", groups, len(x), loss, at_once)
     # Where a linear map is nearly right, steps can lead away from it.
-    if mean_loss() > before:
+    if not mean_loss() < before:
         return Translator(*begun_with)
     return Translator(*(tensor.detach() for tensor in tensors))
 

@@ -2,7 +2,7 @@
 """Models of realistic width with random weights, and the table at the end.
 
 Speed does not depend on what the weights say, and the overheads of a toy would hide
-everything else. Run on an idle machine:
+everything else. Run on an idle machine, on as many cores as `taskset` gives:
 
     taskset -c 0 .venv/bin/python -m pytest benchmarks --benchmark-json=build/bench.json
 """
@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 from processes import random_llama
 
+CORES = sorted(os.sched_getaffinity(0))
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": str(len(CORES)),
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)),
 }
 
 

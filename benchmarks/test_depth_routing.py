@@ -16,6 +16,7 @@ What every token pays, its exit's logits, bounds the gain. `DEPTH_VOCABULARY=409
 that part small.
 """
 
+import functools
 import os
 import time
 from collections import defaultdict
@@ -44,7 +45,7 @@ FULL, STAIRCASE, EAGER, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
     "full depth",
     "staircase",
     "staircase, eager",
-    "probes at the cutoffs",
+    "probes, translators",
     "buckets",
     f"all leave at {UNIFORM}",
     "scores, but one bucket",
@@ -80,7 +81,7 @@ def llm():
 @contextmanager
 def way(llm, name: str):
     """Makes the engine take one of the ways."""
-    router = runner(llm).depth_router
+    router, loop = runner(llm).depth_router, runner(llm).model.model.depth_loop
     config, before = router.config, vars(router.config).copy()
     policy = router.policy
     if name == FULL:
@@ -88,7 +89,7 @@ def way(llm, name: str):
     elif name == EAGER:
         eager(llm, True)
     elif name == PROBES:
-        router.policy = probes(llm)
+        router.policy, loop.translators = calibration(llm)
     elif name == BUCKETS:
         config.schedule = BUCKETS
     elif name == FALLBACK:
@@ -102,6 +103,7 @@ def way(llm, name: str):
         vars(config).update(before)
         runner(llm).depth_router = router
         router.policy = policy
+        loop.translators = {}
         eager(llm, not COMPILED)
 
 
@@ -112,10 +114,12 @@ def eager(llm, on: bool) -> None:
         module.do_not_compile = on
 
 
-def probes(llm):
-    """A `CalibratedProbe` of random weights, with no file."""
+@functools.cache
+def calibration(llm):
+    """Probes, as a policy, and translators, of random weights and the widths that
+    `examples/utio_calibrate.py` gives them."""
     import torch
-    from vllm.v1.worker.depth_policy import CalibratedProbe, Probe
+    from vllm.v1.worker.depth_policy import CalibratedProbe, Probe, Translator
 
     policy = CalibratedProbe.__new__(CalibratedProbe)
     policy.config = runner(llm).depth_router.config
@@ -123,7 +127,11 @@ def probes(llm):
     policy.probes = {
         cutoff: Probe(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
     }
-    return policy
+    shapes = (1024, 1024), (1024,), (1024, 1024), (1024,), (1024, 1024)
+    translators = {
+        cutoff: Translator(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
+    }
+    return policy, translators
 
 
 def runner(llm):
@@ -188,8 +196,8 @@ def stop(llm, batch: int) -> None:
 
 
 class CostModel:
-    """Seconds of a layer and of its norm and QKV projection by the number of tokens,
-    measured at full depth on the requests that decode."""
+    """Seconds of a layer, and of its norm and its projection of keys and values, by the
+    number of tokens, measured at full depth on the requests that decode."""
 
     def __init__(self, llm, batch: int, sizes: set[int]):
         engine = llm.llm_engine
@@ -198,13 +206,14 @@ class CostModel:
         for size in sorted(sizes, reverse=True):
             engine.abort_request([f"{n}" for n in range(size, running)])
             running = size
-            self.layer[size], self.projection[size], total = self._measure(llm)
+            self.layer[size], norm, total = self._measure(llm)
+            self.projection[size] = norm + self._keys_values(llm, size)
             if size == batch:
                 self.rest = total - NUM_LAYERS * self.layer[size]
 
     @staticmethod
     def _measure(llm) -> tuple[float, float, float]:
-        """Medians of a layer, its projection, and the whole step."""
+        """Medians of a layer, its norm, and the whole step."""
         spans = defaultdict(list)
         starts, hooks = {}, []
 
@@ -221,14 +230,28 @@ class CostModel:
         for layer in runner(llm).model.model.layers:
             watch(layer, "layer")
             watch(layer.input_layernorm, "norm")
-            watch(layer.self_attn.qkv_proj, "qkv")
         with way(llm, FULL):
             eager(llm, True)
             totals = [seconds(llm) for _ in range(5)]
         for hook in hooks:
             hook.remove()
-        projection = np.median(spans["norm"]) + np.median(spans["qkv"])
-        return np.median(spans["layer"]), projection, np.median(totals)
+        medians = np.median(spans["layer"]), np.median(spans["norm"])
+        return *medians, np.median(totals)
+
+    @staticmethod
+    def _keys_values(llm, size: int) -> float:
+        """Median of the projection of keys and values."""
+        import torch
+
+        spans = []
+        states = torch.randn(size, 1024, dtype=getattr(torch, DTYPE))
+        for _ in range(3):
+            for layer in runner(llm).model.model.layers:
+                part = layer.self_attn.qkv_proj.quant_method.keys_values
+                start = time.perf_counter()
+                part.cpu_linear(states, part.weight, part.bias)
+                spans.append(time.perf_counter() - start)
+        return np.median(spans)
 
     def full(self, batch: int) -> float:
         return self.rest + NUM_LAYERS * self.layer[batch]

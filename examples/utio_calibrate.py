@@ -83,6 +83,8 @@ STEPWISE = f"probe, {STEP} a step"
 MIN_TEXTS = 100
 """No text gives more than this part of the tokens while others still have some."""
 MIN_HELD_OUT = 100
+FINGERPRINT = 16
+"""Tokens whose embeddings the file has."""
 LOGITS_AT_ONCE = 2**22
 """Elements of one block of logits; a few such blocks are held at a time."""
 
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None) -> Report:
     measured = measure(args, exits, held_out, probes)
     outcomes = [compare(measured, i) for i in range(len(args.cutoffs))]
     tokens, translators = count(fitted), exits.translators
-    write(args.output, probes, translators, tokens, args.cutoffs, config)
+    write(args.output, probes, translators, tokens, args.cutoffs, model)
     report = Report(probes, translators, tokens, untranslated, measured, outcomes)
     show(args, report)
     return report
@@ -824,9 +826,10 @@ def write(
     translators: Sequence[Translator],
     tokens: int,
     cutoffs: Sequence[int],
-    config,
+    model: nn.Module,
 ) -> None:
     """Puts the whole file in place at once, or leaves the old one."""
+    config = model.config
     metadata = {
         "format": FORMAT,
         "cutoffs": ",".join(map(str, cutoffs)),
@@ -846,6 +849,10 @@ def write(
             parts = [getattr(translator, name) for translator in translators]
             tensors[f"translator_{name}"] = parts
     stacked = {name: torch.stack(t).detach().cpu() for name, t in tensors.items()}
+    # By these an engine sees whether it has the same model.
+    token_ids = torch.linspace(0, config.vocab_size - 1, FINGERPRINT).long()
+    embeddings = model.get_input_embeddings().weight.detach().cpu()[token_ids].float()
+    stacked |= {"token_ids": token_ids, "token_embeddings": embeddings}
     data = save(stacked, metadata)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -880,6 +887,13 @@ def show(args: argparse.Namespace, report: Report) -> None:
         if report.translators:
             title += f", untranslated {report.untranslated[i]:.4f}"
         console.print(table(title, report.outcomes[i]))
+        if report.translators and held_out.kl[i].mean() >= report.untranslated[i]:
+            console.print(
+                f"[red]The translator after {cutoff} layers makes things worse on text "
+                "it was not fitted on[/]: try more --tokens, a smaller "
+                "--translator-width or --no-translators.",
+                soft_wrap=True,
+            )
     console.print(f"Written to {args.output}", highlight=False, soft_wrap=True)
 
 

@@ -253,6 +253,8 @@ class Sweep:
         self.num_layers = num_layers
         self.windows = read_windows(args)
         self.points: list[Point] = []
+        # Nats a token of each sequence, [sequences], by way, exits and leaving.
+        self.losses: dict[tuple, np.ndarray] = {}
         self.engines: list[LLM] = []  # of which none may be collected before the others
         self.base = 0.0  # perplexity at full depth
 
@@ -329,7 +331,10 @@ class Sweep:
         exits = calibrate.Exits(model, args.cutoffs)
         if args.calibration:
             cutoffs = [*args.cutoffs, self.num_layers]
-            loaded = load_calibration(str(args.calibration), cutoffs).translators
+            try:
+                loaded = load_calibration(str(args.calibration), cutoffs).translators
+            except ValueError as error:
+                sys.exit(f"--calibration: {error}")
             if loaded:
                 exits.translators = [
                     calibrate.Translator(*loaded[cutoff]) for cutoff in args.cutoffs
@@ -394,6 +399,7 @@ class Sweep:
     def add(self, llm, way, exits, leaving, measured, max_depth=None) -> None:
         logprobs, greedy, depth = measured
         perplexity = math.exp(-logprobs.mean())
+        self.losses[way, exits, leaving] = -logprobs.mean(1)
         self.points.append(
             Point(
                 way,
@@ -460,6 +466,18 @@ def closed(points: list[Point], point: Point) -> float | None:
     return (by_way[RANDOM] - point.perplexity) / gap if gap > 0 else None
 
 
+def interval(sweep: Sweep, point: Point) -> tuple[float, float]:
+    """95 % interval of that share, over the choice of sequences."""
+    ways = RANDOM, ORACLE, point.way
+    plan = point.exits, point.leaving
+    losses = np.stack([sweep.losses[way, *plan] for way in ways])
+    size = losses.shape[1]
+    drawn = np.random.default_rng(0).integers(size, size=(2000, size))
+    random, oracle, own = np.exp(losses[:, drawn].mean(2))
+    low, high = np.percentile((random - own) / (random - oracle), [2.5, 97.5])
+    return low, high
+
+
 def show(sweep: Sweep) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("way", no_wrap=True)
@@ -476,7 +494,8 @@ def show(sweep: Sweep) -> None:
             ", ".join(f"{share:.0%}" for share in p.leaving), f"{p.mean_depth:.2f}",
             f"{p.perplexity:.3f}", f"{p.rise:+.1%}", f"{p.agreement:.3f}",
             "" if math.isnan(p.speedup) else f"{p.speedup:.2f}×",
-            "" if share is None else f"{share:.0%}",
+            "" if share is None else
+            "{:.0%} ({:.0%} to {:.0%})".format(share, *interval(sweep, p)),
         )  # fmt: skip
     tokens = sweep.windows.shape[0] * (sweep.args.forced_length - 1)
     Console(width=100).print(

@@ -282,7 +282,7 @@ def test_translators_are_what_leavers_say(translated):
         before = divergence(y, least_squares)
         after = divergence(y, translation(x, *fitted))
         # The last layer of some models does next to nothing: a linear map will do.
-        share = 0.95 if before.mean() > 0.01 else 1.0001
+        share = 0.97 if before.mean() > 0.01 else 1.0001
         assert after.mean() < share * before.mean()
 
 
@@ -326,6 +326,9 @@ def test_the_file_says_what_it_is(fitted):
     with safe_open(output, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         metadata = file.metadata()
+    ids, embeddings = tensors.pop("token_ids"), tensors.pop("token_embeddings")
+    embedded = AutoModelForCausalLM.from_pretrained(args.model).get_input_embeddings()
+    assert torch.equal(embeddings, embedded.weight[ids])
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     count, width = len(CUTOFFS), args.probe_width
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
@@ -614,7 +617,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     probe = nn.Sequential(nn.Linear(HIDDEN, 4), nn.GELU(), nn.Linear(4, 1))
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(SystemExit, match="--output.*disk full"):
-        write(output, [probe], [], 1, [2], CONFIGS["deep_llama"])
+        model = AutoModelForCausalLM.from_config(CONFIGS["deep_llama"])
+        write(output, [probe], [], 1, [2], model)
     assert output.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [output]
 

@@ -21,6 +21,9 @@ from depth_routing import (
     serve,
 )
 from scoring import random_ids
+from test_utio_cutoffs import engine_options as cutoff_options
+from test_utio_cutoffs import requests as cutoff_requests
+from test_utio_cutoffs import routed, save_probes  # noqa: F401
 from tiny_models import CONFIGS
 
 FAMILIES = ("deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt")
@@ -132,6 +135,49 @@ def test_no_unwritten_slot_is_read(compiled, depth_oracle):
 def test_audits_run_compiled_too(compiled, depth_oracle):
     llm = compiled("deep_llama", utio_audit_fraction=1.0)
     assert_right(llm, depth_oracle("deep_llama"), traffic(120), 7)
+
+
+def test_probes_and_translators(
+    engine, depth_oracle, routed, tmp_path_factory, tmp_path
+):
+    """What users of a calibration run: tokens are chosen between graphs."""
+    file = save_probes(tmp_path, CONFIGS["deep_llama"].hidden_size, translators=True)
+    options = cutoff_options(
+        utio_calibration=file, enforce_eager=False, max_num_batched_tokens=64
+    )
+    del options["utio_policy"]
+    with compiling(tmp_path_factory.mktemp("cache"), "eager"):
+        llm = engine("deep_llama", **options)
+    oracle = depth_oracle("deep_llama", calibration=file)
+    for _ in range(2):
+        served = routed(llm, cutoff_requests())
+        assert_logits(oracle, served)
+        assert {depth for r in served for depth in r.depths} == set(CUTOFFS)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
+def test_every_batch_size(compiled, depth_oracle, batch):
+    llm, oracle = compiled("deep_llama"), depth_oracle("deep_llama")
+    requests = [Request(random_ids(200 + n, 512, 3), 3) for n in range(batch)]
+    serve(llm, requests, random_plan(batch))
+    assert_logits(oracle, requests)
+
+
+def test_full_depth_afterwards(compiled):
+    """Routed steps leave nothing behind: not a bit of what comes later changes."""
+    llm = compiled("deep_llama")
+
+    def alone() -> list:
+        assert llm.reset_prefix_cache()
+        asked = [Request(random_ids(300 + n, 512, 20), 5) for n in range(4)]
+        for request in asked:
+            request.options = dict(max_depth=NUM_LAYERS)
+        return [request.logits for request in serve(llm, asked)]
+
+    before = alone()
+    serve(llm, traffic(180), random_plan(11))
+    for one, other in zip(before, alone(), strict=True):
+        assert (one == other).all()
 
 
 def test_routed_and_full_steps_run_graphs(compiled):

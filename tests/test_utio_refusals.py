@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import runners
+import torch
 from depth_routing import CUTOFFS, NUM_LAYERS
-from tiny_models import make_tokenizer
+from safetensors.torch import load_file, save_file
+from test_utio_cutoffs import ABOUT, save_probes
+from tiny_models import CONFIGS, make_tokenizer
 from transformers import (
     FalconH1Config,
     GPT2Config,
@@ -171,6 +174,9 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     ]
     llama = str(model_folder("deep_llama"))
     jobs += [options | dict(model=llama, utio_policy=policy) for policy in POLICIES]
+    calibration = calibration_of_another_model(tmp_path)
+    fitted = dict(utio_calibration=calibration, utio_bucket_cutoffs=CUTOFFS[:-1])
+    jobs.append(options | dict(model=llama) | fitted)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = runners.environment("v1", [Path(__file__).parent])
@@ -180,8 +186,23 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     messages = json.loads((tmp_path / "messages.json").read_text())
     for architecture, message in zip(STARTED_MODELS, messages):
         assert message.startswith("ValueError: --enable-utio"), (architecture, message)
-    for policy, message in zip(POLICIES, messages[len(STARTED_MODELS) :], strict=True):
+    *refused, other_model = messages[len(STARTED_MODELS) :]
+    for policy, message in zip(POLICIES, refused, strict=True):
         assert message.startswith(f"ValueError: utio_policy '{policy}'"), message
+    assert "utio_calibration" in other_model and "another model" in other_model
+
+
+def calibration_of_another_model(folder) -> str:
+    """Of one with the same shapes but other weights."""
+    hidden_size = CONFIGS["deep_llama"].hidden_size
+    file = save_probes(folder, hidden_size)
+    embeddings = {
+        "token_ids": torch.tensor([1, 100, 500]),
+        "token_embeddings": torch.randn(3, hidden_size),
+    }
+    about = dict(zip(("format", "cutoffs", "num_layers"), ABOUT))
+    save_file(load_file(file) | embeddings, file, about)
+    return file
 
 
 def test_the_command_line_takes_what_llm_takes(model_folder):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from depth_routing import NUM_LAYERS
 from scipy.special import log_softmax
+from tiny_models import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -160,6 +161,48 @@ def test_files(swept):
     assert float(rows[0]["perplexity"]) == points[0].perplexity
     assert ("2+4", "0.2+0.5") in {(row["exits"], row["leaving"]) for row in rows}
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_with_a_calibration(model_folder, depth_oracle, tmp_path, monkeypatch):
+    """Exits are translated in all ways, and for the oracle's costs too."""
+    import utio_tradeoff
+    from test_utio_cutoffs import save_probes
+
+    hidden_size = CONFIGS["deep_llama"].hidden_size
+    calibration = save_probes(tmp_path, hidden_size, CUTOFFS, translators=True)
+    made = []
+    monkeypatch.setattr(utio_tradeoff, "show", lambda sweep: made.append(sweep))
+    points = utio_tradeoff.main(
+        [
+            *("--model", str(model_folder("deep_llama")), "--enforce-eager"),
+            *("--text", *map(str, TEXTS), "--cutoffs", *map(str, CUTOFFS)),
+            *("--prompt-length", f"{PROMPT}", "--forced-length", f"{FORCED}"),
+            *("--sequences", f"{SEQUENCES}", "--leaving", "0.5"),
+            *("--speed-rounds", "0", "--calibration", calibration),
+            *("--kv-cache-memory-bytes", str(2**26)),
+        ]
+    )
+    (sweep,) = made
+    windows = sweep.windows.tolist()
+    oracle = depth_oracle("deep_llama", calibration=calibration)
+    full = log_softmax(forced(oracle, windows, NUM_LAYERS), -1)
+    targets = np.array(windows)[:, PROMPT + 1 :, None]
+    for cutoff in CUTOFFS:
+        by_way = {p.way: p for p in points if p.exits == (cutoff,)}
+        assert set(by_way) == {"all tokens", "random", "tis", "probe", "oracle"}
+        exited = log_softmax(forced(oracle, windows, cutoff), -1)
+        wanted = -np.take_along_axis(exited, targets, -1).mean()
+        assert math.log(by_way["all tokens"].perplexity) == pytest.approx(
+            wanted, rel=1e-4
+        )
+        # At the first decode step the history is the prompt, for all.
+        kl = (np.exp(full) * (full - exited)).sum(-1)[:, 0]
+        known = [
+            utio_tradeoff.Chosen.divergence[f"{n}", cutoff][0] for n in range(SEQUENCES)
+        ]
+        np.testing.assert_allclose(known, kl, rtol=1e-3)
+        low, high = utio_tradeoff.interval(sweep, by_way["probe"])
+        assert low < utio_tradeoff.closed(points, by_way["probe"]) < high
 
 
 def test_share_of_the_gap():

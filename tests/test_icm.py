@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,24 +26,29 @@ sys.path.insert(0, str(FOLDER))
 
 import icm
 import testbeds
+import verify_server
 from client import Client, ServerError
-from prompts import RECENT, leave_one_out
+from prompts import RECENT, Usage, in_one_order, leave_one_out
 from search import Consistency, Example, Parameters, Search, agreement
 
 SLOW = 1.0  # seconds; a slow answer takes twice as long as the client waits
+BLOCK = 4  # tokens of a block of the server's prefix cache
 
 
 class FailingServer:
     """Answers as a server of this fork does, except for faults that are ordered.
 
     Its "model" likes the label that its hash of the prompt says; a token is a
-    character.
+    character. It has a prefix cache of blocks that never forgets.
     """
 
     def __init__(self):
         self.faults: list[str] = []
         self.bodies: list[dict] = []  # of the scoring requests answered
         self.by_name = True
+        self.most_logprobs = 20  # a request for more is refused
+        self.retry_after = "0"  # of a 429
+        self.cached: set[tuple[int, ...]] = set()  # prefixes of whole blocks
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -62,6 +68,7 @@ class FailingServer:
 
     def complete(self, body: dict) -> dict:
         choices = []
+        cached = 0
         prompts = body["prompt"]
         if isinstance(prompts, str) or isinstance(prompts[0], int):
             prompts = [prompts]
@@ -71,11 +78,23 @@ class FailingServer:
                 (ids,) = body["target_token_ids"][index]
                 row = [self.logprob(prompt[:-1], i) for i in ids]
                 choice["target_logprobs"] = {"logprobs": [row]}
+                cached += self.look_up(prompt[:-1])
             elif "logprobs" in body:
                 top = {name: self.logprob(prompt, name) for name in "abcd"}
                 choice["logprobs"] = {"top_logprobs": [top]}
             choices.append(choice)
-        return {"choices": choices[::-1]}  # in no order, as a client must expect
+        usage = {"prompt_tokens_details": {"cached_tokens": cached}}
+        # In no order, as a client must expect.
+        return {"choices": choices[::-1], "usage": usage}
+
+    def look_up(self, prompt: list[int]) -> int:
+        """How many tokens were cached, of all but the last, as that one predicts the
+        label; now all are, but for the rest of a block."""
+        ends = range(BLOCK, len(prompt), BLOCK)
+        prefixes = [tuple(prompt[:end]) for end in ends]
+        hits = sum(prefix in self.cached for prefix in prefixes)
+        self.cached.update(prefixes)
+        return hits * BLOCK
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -85,9 +104,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def reply(self, status: int, text: str, kind="application/json", cut=0) -> None:
+    def reply(
+        self, status: int, text: str, kind="application/json", cut=0, **headers
+    ) -> None:
         data = text.encode()
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -98,6 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self.reply(200, json.dumps({"data": [{"id": "m", "max_model_len": 4000}]}))
+        elif self.path == "/metrics":
+            line = f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0'
+            self.reply(200, line + "\n", "text/plain")
         else:
             self.reply(404, "{}")
 
@@ -108,11 +134,25 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with self.owner.lock:
             fault = self.owner.faults.pop(0) if self.owner.faults else None
-        answer = json.dumps(self.owner.complete(body))
+        if body.get("logprobs", 0) > self.owner.most_logprobs:
+            self.reply(400, '{"error": {"message": "logprobs: too many"}}')
+            return
+        with self.owner.lock:
+            content = self.owner.complete(body)
+        if fault == "no logprobs":
+            for choice in content["choices"]:
+                choice["logprobs"] = None
+        elif fault == "empty logprobs":
+            for choice in content["choices"]:
+                choice["logprobs"] = {"top_logprobs": [None]}
+        elif fault == "logprobs of another kind":
+            for choice in content["choices"]:
+                choice["logprobs"] = "none"
+        answer = json.dumps(content)
         if fault == "500":
             self.reply(500, '{"error": {"message": "out of luck"}}')
         elif fault == "429":
-            self.reply(429, "{}")
+            self.reply(429, "{}", Retry_After=self.owner.retry_after)
         elif fault == "400":
             self.reply(400, '{"error": {"message": "prompt: too long"}}')
         elif fault == "half an answer":
@@ -355,8 +395,8 @@ def test_prompts_share_all_but_a_logarithm(count):
     order = tuple(range(count))
     new = places(others for _, others in leave_one_out(order))
     assert len(new) == count * math.log2(count)
-    in_one_order = [order[:n] + order[n + 1 :] for n in order]
-    assert len(places(in_one_order)) > count * (count - 1) / 2
+    usual = places(others for _, others in in_one_order(order))
+    assert len(usual) > count * (count - 1) / 2
 
 
 def test_a_further_demonstration_costs_one_a_prompt():
@@ -412,6 +452,64 @@ def test_a_server_that_is_none(server):
     assert len(server.faults) == 5
 
 
+@pytest.mark.parametrize("fault", ["no logprobs", "empty logprobs"])
+def test_a_server_without_logprobs(server, testbed, tmp_path, fault, capsys):
+    """Is told so at once."""
+    server.by_name = False
+    server.faults = [None, fault]
+    with pytest.raises(SystemExit):
+        settings(server, testbed, tmp_path / "out").cli_cmd()
+    assert "gives no log-probabilities" in " ".join(capsys.readouterr().out.split())
+    assert len(server.bodies) == 2
+
+
+def test_an_answer_of_another_kind_is_malformed(server):
+    server.by_name = False
+    client = Client(server.url, sleep=lambda _: None)
+    server.faults = ["logprobs of another kind"] * 5
+    with pytest.raises(ServerError, match="malformed"):
+        client.score(["x"], ["a", "b"])
+
+
+def test_fewer_top_logprobs(server, testbed, tmp_path):
+    server.by_name = False
+    server.most_logprobs = 5
+    with pytest.raises(ServerError, match="too many.*--top-logprobs"):
+        icm.run(settings(server, testbed, tmp_path))
+    icm.run(settings(server, testbed, tmp_path, top_logprobs=5, iterations=1))
+    assert server.bodies[-1]["logprobs"] == 5
+
+
+@pytest.mark.parametrize("form", ["seconds", "date", "neither"])
+def test_retry_after(server, form):
+    """In seconds or as a date."""
+    slept = []
+    client = Client(server.url, sleep=slept.append)
+    server.faults = ["429"]
+    date = formatdate(time.time() + 100, usegmt=True)
+    server.retry_after = {"seconds": "100", "date": date, "neither": "soon"}[form]
+    client.score([[65]], [[66], [67]])
+    (wait,) = slept
+    # A date is in whole seconds, and the answer takes a moment.
+    assert wait == 0.5 if form == "neither" else 90 < wait <= 100
+
+
+def test_a_wait_longer_than_our_patience(server):
+    client = Client(server.url, patience=60, sleep=lambda _: None)
+    server.faults = ["429"]
+    server.retry_after = "100"
+    with pytest.raises(ServerError, match="failed 1 times .*--patience, 60 s"):
+        client.score([[65]], [[66], [67]])
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://", "http://host:abc", "http://[::1", "ftp://host"]
+)
+def test_no_address(url):
+    with pytest.raises(ServerError, match="--base-url"):
+        Client(url, patience=0)
+
+
 def test_no_server(tmp_path, testbed, capsys):
     nobody = SimpleNamespace(url="http://127.0.0.1:9")
     with pytest.raises(SystemExit) as error:
@@ -441,7 +539,7 @@ def test_two_clients_at_once(server):
     def work() -> None:
         with Client(server.url) as client:
             for _ in range(20):
-                scores = client.score(prompts, [[97], [98]])
+                scores = client.score(prompts, [[97], [98]]).logprobs
                 wrong.extend(scores[scores != expected])
 
     threads = [threading.Thread(target=work) for _ in range(2)]
@@ -457,13 +555,24 @@ def test_another_server_is_asked_for_top_logprobs(server, testbed, tmp_path, cap
     report = icm.run(settings(server, testbed, tmp_path / "out", iterations=5))
     assert "cannot score tokens by name" in caplog.text
     assert all(isinstance(p, str) for p in server.bodies[-1]["prompt"])
-    assert report["missing_labels"] == 0 and report["hit_rate"] is None
+    assert report["missing_labels"] == 0
+    assert report["cache"]["all iterations"]["hit_rate"] is None
 
     client = Client(server.url)
-    scores = client.score(["x"], ["a", "unlisted"])
+    scores = client.score(["x"], ["a", "unlisted"]).logprobs
     assert scores[0, 0] == server.logprob("x", "a")
     assert scores[0, 1] == min(server.logprob("x", name) for name in "abcd")
-    assert client.missing_labels == 1
+    assert client.unlisted == {"unlisted": 1}
+
+
+def test_a_label_that_another_server_never_lists(server, tmp_path):
+    """As one of several tokens: all its scores would be the same guess."""
+    server.by_name = False
+    content = {"labels": ["a", "ab"], "examples": [{"text": "x"}, {"text": "y"}]}
+    file = tmp_path / "pool.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ServerError, match="label 'ab' is among .* not one example"):
+        icm.run(settings(server, file, tmp_path / "out"))
 
 
 def test_polite_to_others_only(server, monkeypatch):
@@ -477,24 +586,55 @@ def test_polite_to_others_only(server, monkeypatch):
     assert client.interval == 1
     for _ in range(3):
         client.score(["x"], ["a", "b"])
-    assert [round(seconds) for seconds in slept] == [0, 1, 1]
+    # None of these sleeps takes any time, so each is from the start on.
+    assert [round(seconds) for seconds in slept] == [0, 1, 2]
     assert Client(server.url, requests_per_minute=120).interval == 0.5
 
 
 @pytest.mark.parametrize(
-    ("url", "near"),
+    ("host", "near"),
     [
-        ("http://localhost:8000", True),
-        ("http://10.1.2.3:8000", True),
-        ("http://gpu-box:8000", True),
-        ("https://api.example.com/v1", False),
-        ("http://8.8.8.8", False),
+        ("localhost", True),
+        ("10.1.2.3", True),
+        ("gpu-box", True),
+        ("api.example.com", False),
+        ("8.8.8.8", False),
     ],
 )
-def test_which_servers_are_near(url, near):
+def test_which_servers_are_near(host, near):
     client = Client.__new__(Client)
-    client.url = url
+    client._host = host
     assert client._is_near() == near
+
+
+def test_threads_share_the_pace(server):
+    """Sixteen requests at once get sixteen different times."""
+    slept = []
+    client = Client(server.url, requests_per_minute=60, sleep=slept.append)
+    barrier = threading.Barrier(16)
+
+    def work() -> None:
+        barrier.wait()
+        client.score([[65]], [[66], [67]])
+
+    threads = [threading.Thread(target=work) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(round(seconds) for seconds in slept) == [*range(16)]
+
+
+def test_verify_a_server_without_a_prefix_cache(server):
+    client = Client(server.url)
+    assert "tokens the second time" in verify_server.prefix_cache(client)
+    server.look_up = lambda prompt: 0
+    with pytest.raises(verify_server.Failure, match="--enable-prefix-caching"):
+        verify_server.prefix_cache(client)
+    complete = server.complete
+    server.complete = lambda body: complete(body) | {"usage": {}}
+    with pytest.raises(verify_server.Failure, match="prompt-tokens-details"):
+        verify_server.prefix_cache(client)
 
 
 # The program
@@ -509,7 +649,7 @@ def test_one_call_an_iteration(server, testbed, tmp_path):
     probe, zero_shot, start, *bodies = server.bodies
     *bodies, true_labels, random_labels = bodies
     assert 0 < len(bodies) == proposals <= len(steps)
-    assert saved(out)["usage"][0] == proposals
+    assert [usage[0] for usage in saved(out)["usage"]] == [step[2] for step in steps]
     for body in (zero_shot, true_labels, random_labels):
         assert len(body["prompt"]) == 16
     # A labelling that contradicts itself comes with its alternatives.
@@ -524,6 +664,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     icm.run(settings(server, testbed, tmp_path / "whole"))
     whole = saved(tmp_path / "whole")
 
+    server.cached.clear()
     interrupted = settings(server, testbed, tmp_path / "parts")
     score = Client.score
     calls = itertools.count(1)
@@ -575,8 +716,160 @@ def test_another_runs_checkpoint_is_refused(server, testbed, tmp_path):
     icm.run(settings(server, testbed, tmp_path, iterations=1))
     with pytest.raises(icm.RunError, match="differs in alpha, seeds"):
         icm.run(settings(server, testbed, tmp_path, alpha=3, seeds=2))
+    with pytest.raises(icm.RunError, match="differs in pool"):
+        icm.run(settings(server, testbed, tmp_path, pool_size=12))
     report = icm.run(settings(server, testbed, tmp_path, alpha=3, restart=True))
     assert report["iterations"] == 16
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("labels", ["b", "a"]),
+        ("header", "So:"),
+        ("separator", "."),
+        ("rule", "same"),
+    ],
+)
+def test_a_testbed_that_was_edited_is_another(server, testbed, tmp_path, field, value):
+    icm.run(settings(server, testbed, tmp_path / "out", iterations=1))
+    content = json.loads(testbed.read_text()) | {field: value}
+    testbed.write_text(json.dumps(content))
+    with pytest.raises(icm.RunError, match="content of the testbed"):
+        icm.run(settings(server, testbed, tmp_path / "out", iterations=1))
+
+
+def test_another_way_of_scoring_is_another_run(server, testbed, tmp_path):
+    icm.run(settings(server, testbed, tmp_path, iterations=1))
+    server.by_name = False
+    with pytest.raises(icm.RunError, match="scores"):
+        icm.run(settings(server, testbed, tmp_path, iterations=1))
+
+
+def solutions(server) -> list[int]:
+    """For how many questions each request of gsm8k asked for solutions."""
+    return [len(body["prompt"]) for body in server.bodies if body.get("n")]
+
+
+def test_what_was_sampled_is_kept_for_the_same_request(server, tmp_path):
+    """For others it is sampled again."""
+    rows = tmp_path / "rows.json"
+    make = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+    rows.write_text(json.dumps(make))
+
+    def load(**options) -> testbeds.Testbed:
+        options = dict(dataset=str(rows), pool_size=16) | options
+        ours = settings(server, "gsm8k", tmp_path, **options)
+        with icm.connect(ours) as client:
+            sample = icm.sample_once(ours, client)
+            size = ours.pool_size
+            return testbeds.load("gsm8k", ours.dataset, size, ours.seed, sample)
+
+    server.complete = lambda body: {
+        "choices": [
+            {"index": i, "text": f"#### {i}"} for i in range(4 * len(body["prompt"]))
+        ]
+    }
+    server.by_name = False
+    first = load()
+    assert load() == first and solutions(server) == [4]
+    assert len(load(pool_size=32).examples) == 32
+    load(seed=1)
+    rows.write_text(json.dumps(make[::-1]))
+    load()
+    load(restart=True)
+    assert solutions(server) == [4, 8, 4, 4, 4]
+    load()
+    assert solutions(server) == [4, 8, 4, 4, 4]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_how_to_go_on(server, testbed, tmp_path, restart, capsys):
+    """A run that threw away its checkpoint goes on without doing so again."""
+    command = "the same command without --restart" if restart else "the same command"
+    icm.run(settings(server, testbed, tmp_path, iterations=2))
+    server.faults = [None] * 6 + ["400"]
+    with pytest.raises(SystemExit):
+        settings(server, testbed, tmp_path, restart=restart, iterations=9).cli_cmd()
+    assert f"{command} goes on" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        settings(server, testbed, tmp_path, alpha=3).cli_cmd()
+    assert "goes on" not in capsys.readouterr().out  # it does not
+
+
+def test_an_error_is_shown_as_it_is(server, tmp_path, capsys):
+    """With its square brackets, which are no markup."""
+    file = tmp_path / "bad.json"
+    file.write_text('{"labels": ["a"]}')
+    with pytest.raises(SystemExit):
+        settings(server, file, tmp_path / "out").cli_cmd()
+    assert "[type=too_short" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_output_that_is_a_file(server, testbed):
+    with pytest.raises(icm.RunError, match="--output"):
+        icm.run(settings(server, testbed, testbed))
+
+
+def test_cached_tokens(server, testbed, tmp_path):
+    """What the answers say and what the prompts were, for each iteration."""
+    icm.run(settings(server, testbed, tmp_path, fix_rounds=1))
+    server.cached.clear()
+    told = [server.complete(body)["usage"] for body in server.bodies]
+    # Before: the probe, zero-shot, the first labels. After: true and random ones.
+    asked = zip(server.bodies[3:-2], told[3:-2], strict=True)
+    usage = [Usage(*row) for row in saved(tmp_path)["usage"] if row[0]]
+    for used, (body, said) in zip(usage, asked, strict=True):
+        assert used.cached_tokens == said["prompt_tokens_details"]["cached_tokens"]
+        assert used.tokens == sum(map(len, body["prompt"]))
+        texts = ["".join(map(chr, prompt)) for prompt in body["prompt"]]
+        starts = [text.rindex("example") for text in texts]  # of the example itself
+        assert used.demonstration_tokens == sum(starts)
+        # A text has a label at its end; the token before it is not looked up.
+        ends = [(len(text) - 2) // BLOCK * BLOCK for text in texts]
+        beyond = [end - start for end, start in zip(ends, starts, strict=True)]
+        assert used.cached_beyond == sum(max(0, tokens) for tokens in beyond)
+
+
+def test_parts_of_a_run():
+    """Warm is a run of which half of the demonstrations' slots are labelled."""
+    step = icm.Step(0, 0, True, True, 0.0, 0, 0, None)
+    examples = [2, 3, 2, 9, 5, 0, 5]  # of which 9 is in no slot
+    history = [step._replace(example=n, accepted=n != 5) for n in examples]
+    usage = [Usage(calls=10**n) for n in range(7)]
+    found = icm.parts(usage, history, seeds=2, slots=8)
+    assert {name: part.calls for name, part in found.items()} == {
+        "all iterations": 1111111,
+        "after warm-up": 1111100,
+        "- a new label": 1011000,  # 9, and 5 twice, which was not accepted
+        "- another label": 100100,
+    }
+
+
+def test_a_comparison_is_fair(server, testbed, tmp_path, monkeypatch):
+    """Each way begins with its own prompts in the cache, and each changes an example
+    that no other has changed."""
+    changes = []
+    of = icm.Prompts.of
+
+    def spy(self, labels, **kwargs):
+        changes.append(labels)
+        return of(self, labels, **kwargs)
+
+    monkeypatch.setattr(icm.Prompts, "of", spy)
+    report = icm.run(settings(server, testbed, tmp_path / "out", compare=2))
+    assert [len(times) for times in report["compare"]["seconds"].values()] == [2] * 4
+    tried = changes[-16:]
+    assert all(labels == tried[0] for labels in tried[::2])
+    changed = [set(labels.items()) - set(tried[0].items()) for labels in tried[1::2]]
+    assert all(len(one) == 1 for one in changed)
+    assert len({slot for ((slot, _),) in changed}) == 8
+
+
+def test_a_comparison_wants_an_example_for_each_way(server, testbed, tmp_path, capsys):
+    ours = settings(server, testbed, tmp_path, iterations=0, seeds=3, compare=1)
+    assert icm.run(ours)["compare"] is None
+    assert "3 demonstrations" in capsys.readouterr().out
 
 
 def test_report(server, testbed, tmp_path):
@@ -639,6 +932,30 @@ def test_the_shipped_testbed():
     consistency = Consistency(pool, testbed.rule)
     assert not consistency.pairs({i: e.truth for i, e in enumerate(pool)})
     assert testbed.pool(60, 0) == pool != testbed.pool(60, 1)
+
+
+@pytest.mark.parametrize("name", ["vllm-types", "truthfulQA"])
+def test_a_pool_smaller_than_a_group(name, tmp_path):
+    row = {
+        "question": "Is the sky green?",
+        "mc1_targets": {"choices": ["No", "Yes", "Often"], "labels": [1, 0, 0]},
+    }
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([row, row | {"question": "Is it blue?"}]))
+    source = str(file) if name == "truthfulQA" else None
+    testbed = testbeds.load(name, source, 2, 0, no_sampling)
+    with pytest.raises(testbeds.TestbedError, match="--pool-size 2 .* 3 or more"):
+        testbed.pool(2, 0)
+
+
+@pytest.mark.parametrize("name", ["truthfulQA", "gsm8k", "alpaca"])
+@pytest.mark.parametrize("row", [{"text": "hello"}, {"question": "1 + 1?"}])
+def test_a_data_set_with_other_columns(name, row, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([row] * 8))
+    with pytest.raises(testbeds.TestbedError, match="--dataset.*columns: .'[tq]") as e:
+        testbeds.load(name, str(file), 8, 0, no_sampling)
+    assert f"--testbed {name}" in str(e.value)
 
 
 def test_truthful_qa(tmp_path):
@@ -729,9 +1046,10 @@ def test_a_bad_file(tmp_path, content, message):
         testbeds.load(str(file), None, 8, 0, no_sampling)
 
 
-def test_no_such_testbed():
+@pytest.mark.parametrize("name", ["nothing", ".", ""])
+def test_no_such_testbed(name):
     with pytest.raises(testbeds.TestbedError, match="alpaca.*vllm-types"):
-        testbeds.load("nothing", None, 8, 0, no_sampling)
+        testbeds.load(name, None, 8, 0, no_sampling)
 
 
 # The configurations

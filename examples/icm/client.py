@@ -12,20 +12,21 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Self
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 
 logger = logging.getLogger("icm")
 
-TOP_LOGPROBS = 20
-"""Asked of servers that cannot score tokens by name; vLLM's own default limit."""
+TOP_LOGPROBS = 20  # vLLM's own default limit
 MALFORMED_ATTEMPTS = 5
 """Answers that are no valid JSON of the right form before we give up: a server that
 is starting or a proxy may send some, the wrong server sends nothing else."""
+_FEWER = " (If it allows fewer log-probabilities: --top-logprobs.)"
 FIRST_WAIT, LONGEST_WAIT = 0.5, 15.0  # seconds between attempts
 
 Piece = list[int] | str
@@ -44,12 +45,9 @@ class _Malformed(Exception):
     """An answer that is not the JSON we asked for."""
 
 
-class CacheCounters(NamedTuple):
-    """Prompt tokens since the server started, from its `/metrics`."""
-
-    queries: int  # tokens looked up in the prefix cache
-    hits: int  # tokens found there
-    block_size: int  # tokens a cache block
+class Scores(NamedTuple):
+    logprobs: np.ndarray  # [prompts, labels] float64, nats
+    cached_tokens: int | None  # of all prompts; None: the server does not say
 
 
 class Client:
@@ -59,14 +57,15 @@ class Client:
         base_url: with or without the `/v1` at its end.
         model: the served name; the server's only model if None.
         api_key: sent as a bearer token.
-        timeout: seconds that one request may take.
+        timeout: seconds to wait for a server that sends nothing.
         patience: seconds to go on trying while the server fails.
         requests_per_minute: at most so many; None: unlimited for a server of this
             fork or on this machine or network, 60 for others.
+        top_logprobs: how many to ask of a server that cannot score tokens by name.
         sleep: for tests.
 
     Raises:
-        ServerError: the model is not there.
+        ServerError: `base_url` is no address, or the model is not there.
         ServerGone: nothing answered for `patience` seconds.
     """
 
@@ -79,14 +78,13 @@ class Client:
         timeout: float = 600,
         patience: float = 600,
         requests_per_minute: float | None = None,
+        top_logprobs: int = TOP_LOGPROBS,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.url = base_url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise ServerError(
-                f"base_url must start with http:// or https://: {self.url}"
-            )
+        self._host = _host(self.url)
         self.patience = patience
+        self.top = top_logprobs
         self._sleep = sleep
         self._http = httpx.Client(
             base_url=self.url,
@@ -96,7 +94,8 @@ class Client:
         )
         self.calls = 0  # scoring requests answered
         self.retries = 0
-        self.missing_labels = 0  # labels that top log-probabilities did not list
+        self.unlisted: Counter[str] = Counter()
+        """Label to how often it was not among the top log-probabilities."""
         self._next_request = 0.0
         self._lock = threading.Lock()
         self.interval = 0.0  # seconds between two requests
@@ -112,7 +111,7 @@ class Client:
                 "log-probabilities instead: a label that is not among them counts as "
                 "the least likely one listed, and nothing is known of the cache.",
                 self.url,
-                TOP_LOGPROBS,
+                self.top,
             )
 
     def close(self) -> None:
@@ -164,75 +163,83 @@ class Client:
 
     # Scores
 
-    def score(self, prompts: Sequence[Piece], labels: Sequence[Piece]) -> np.ndarray:
+    def score(self, prompts: Sequence[Piece], labels: Sequence[Piece]) -> Scores:
         """Scores every label after every prompt, in one request.
 
-        Returns:
-            `[prompts, labels]` float64, log-probabilities in nats.
-
         Raises:
-            ServerError: the server refuses the request.
+            ServerError: the server refuses the request, or gives no
+                log-probabilities.
             ServerGone: it did not answer in time.
         """
-        body: dict[str, Any] = {"model": self.model}
-        if self.scores_by_name:
-            ids = [label[0] for label in labels]
-            body |= {
-                "prompt": [[*prompt, ids[0]] for prompt in prompts],
-                "target_token_ids": [[ids]] * len(prompts),
-                "max_tokens": 0,
-            }
-            read = self._named_scores
-        else:
-            body |= {
-                "prompt": list(prompts),
-                "max_tokens": 1,
-                "temperature": 0,
-                "logprobs": TOP_LOGPROBS,
-            }
-            read = self._top_scores
-        scores = self.request(
-            "POST", "/v1/completions", body, lambda a: read(a, len(prompts), labels)
-        )
-        with self._lock:
-            self.calls += 1
-        return scores
+        if not self.scores_by_name:
+            return self._top_scores(prompts, labels)
+        ids = [label[0] for label in labels]
+        body = {
+            "model": self.model,
+            "prompt": [[*prompt, ids[0]] for prompt in prompts],
+            "target_token_ids": [[ids]] * len(prompts),
+            "max_tokens": 0,
+        }
+        shape = len(prompts), len(labels)
+
+        def read(answer: dict) -> Scores:
+            choices = _choices(answer)
+            rows = [choice["target_logprobs"]["logprobs"][0] for choice in choices]
+            scores = np.array(rows, dtype=np.float64)
+            if scores.shape != shape or not np.isfinite(scores).all():
+                raise _Malformed(f"scores of shape {scores.shape}, or not finite")
+            return Scores(scores, _cached_tokens(answer))
+
+        return self._scoring(body, read)
+
+    def _top_scores(self, prompts: Sequence[Piece], labels: Sequence[Piece]) -> Scores:
+        scores = np.empty((len(prompts), len(labels)))
+        for row, top in zip(scores, self._top(prompts), strict=True):
+            floor = min(top.values())
+            with self._lock:
+                self.unlisted.update(label for label in labels if label not in top)
+            row[:] = [top.get(label, floor) for label in labels]
+        return Scores(scores, None)
 
     def top_logprobs(self, prompt: Piece) -> dict[str, float]:
         """The likeliest next tokens and their log-probabilities in nats: what any
-        server gives, by generating a token."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": 1}
-        body |= {"temperature": 0, "logprobs": TOP_LOGPROBS}
-        top = self.request(
-            "POST",
-            "/v1/completions",
-            body,
-            lambda answer: answer["choices"][0]["logprobs"]["top_logprobs"][0],
-        )
-        with self._lock:
-            self.calls += 1
+        server gives, by generating a token.
+
+        Raises:
+            ServerError: the server gives none.
+        """
+        (top,) = self._top([prompt])
         return top
 
-    def _named_scores(self, answer: dict, prompts: int, labels) -> np.ndarray:
-        rows = [choice["target_logprobs"]["logprobs"][0] for choice in _choices(answer)]
-        scores = np.array(rows, dtype=np.float64)
-        if scores.shape != (prompts, len(labels)) or not np.isfinite(scores).all():
-            raise _Malformed(f"scores of shape {scores.shape}, or not finite")
-        return scores
+    def _top(self, prompts: Sequence[Piece]) -> list[dict[str, float]]:
+        body = {
+            "model": self.model,
+            "prompt": list(prompts),
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": self.top,
+        }
 
-    def _top_scores(self, answer: dict, prompts: int, labels) -> np.ndarray:
-        choices = _choices(answer)
-        if len(choices) != prompts:
-            raise _Malformed(f"{len(choices)} choices for {prompts} prompts")
-        scores = np.empty((prompts, len(labels)))
-        missing = 0
-        for row, choice in zip(scores, choices, strict=True):
-            top = choice["logprobs"]["top_logprobs"][0]
-            floor = min(top.values())
-            missing += sum(label not in top for label in labels)
-            row[:] = [top.get(label, floor) for label in labels]
-        self.missing_labels += missing
-        return scores
+        def read(answer: dict) -> list[dict[str, float]]:
+            choices = _choices(answer)
+            if len(choices) != len(prompts):
+                raise _Malformed(f"{len(choices)} choices for {len(prompts)} prompts")
+            tops = [(c.get("logprobs") or {}).get("top_logprobs") for c in choices]
+            if not all(top and top[0] for top in tops):
+                raise ServerError(
+                    f"{self.url} gives no log-probabilities: an answer of "
+                    "/v1/completions, asked for `logprobs`, has no `top_logprobs`. "
+                    "Labels cannot be scored there; take another server or model."
+                )
+            return [top[0] for top in tops]
+
+        return self._scoring(body, read)
+
+    def _scoring(self, body: dict, read: Callable[[dict], Any]) -> Any:
+        answer = self.request("POST", "/v1/completions", body, read)
+        with self._lock:
+            self.calls += 1
+        return answer
 
     def sample(self, prompts: Sequence[str], **fields) -> list[list[str]]:
         """Generates texts.
@@ -256,25 +263,17 @@ class Client:
 
     # What the server says of itself
 
-    def cache_counters(self) -> CacheCounters | None:
-        """The server's prefix-cache counters, of all its clients together; None if it
-        shows none."""
+    def block_size(self) -> int:
+        """Tokens a block of the server's prefix cache; 1 if it does not say, of
+        which any other is a multiple."""
         try:
-            response = self._http.get("/metrics")
+            text = self._http.get("/metrics").text
         except httpx.HTTPError:
-            return None
-        if response.status_code != 200:
-            return None
-        totals = []
-        for name in ("queries", "hits"):
-            pattern = rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$"
-            found = re.findall(pattern, response.text, re.MULTILINE)
-            if not found:
-                return None
-            totals.append(int(sum(map(float, found))))
-        block = re.search(r'^vllm:cache_config_info{.*block_size="(\d+)"',
-                          response.text, re.MULTILINE)  # fmt: skip
-        return CacheCounters(*totals, int(block[1])) if block else None
+            return 1
+        found = re.search(
+            r'^vllm:cache_config_info{.*\bblock_size="(\d+)"', text, re.MULTILINE
+        )
+        return int(found[1]) if found else 1
 
     def _find_model(self, wanted: str | None) -> tuple[str, int | None]:
         models = self.request(
@@ -316,11 +315,10 @@ class Client:
 
     def _is_near(self) -> bool:
         """Whether the server is on this machine or network."""
-        host = urlsplit(self.url).hostname or ""
         try:
-            return ipaddress.ip_address(host).is_private
+            return ipaddress.ip_address(self._host).is_private
         except ValueError:
-            return host == "localhost" or "." not in host
+            return self._host == "localhost" or "." not in self._host
 
     # HTTP
 
@@ -354,11 +352,21 @@ class Client:
                     408,
                     429,
                 ):
-                    raise ServerError(f"{self.url}{path} refuses: {problem}")
+                    raise ServerError(
+                        f"{self.url}{path} refuses: {problem}"
+                        + (_FEWER if body and "logprobs" in body else "")
+                    )
                 wait = max(wait, _retry_after(response))
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
-            except (_Malformed, KeyError, IndexError, TypeError, ValueError) as error:
+            except (
+                _Malformed,
+                AttributeError,
+                KeyError,
+                IndexError,
+                TypeError,
+                ValueError,
+            ) as error:
                 malformed += 1
                 problem = f"malformed answer: {type(error).__name__}: {error}"
                 if malformed == MALFORMED_ATTEMPTS:
@@ -368,19 +376,24 @@ class Client:
                     ) from error
             if time.monotonic() + wait > deadline:
                 raise ServerGone(
-                    f"{self.url}{path} failed for {self.patience:.0f} s, "
-                    f"{attempt + 1} attempts ({problem}). Is `vllm serve` running? "
-                    "verify_server.py tells more."
+                    f"{self.url}{path} failed {attempt + 1} times ({problem}), and "
+                    f"the next attempt is later than --patience, {self.patience:.0f} "
+                    "s, allows. Is `vllm serve` running? verify_server.py tells more."
                 )
-            self.retries += 1
+            with self._lock:
+                self.retries += 1
             logger.warning("%s: trying again in %.1f s", problem[:200], wait)
             self._sleep(wait)
         raise AssertionError
 
     def _keep_the_pace(self) -> None:
-        if self.interval:
-            self._sleep(max(0.0, self._next_request - time.monotonic()))
-            self._next_request = time.monotonic() + self.interval
+        if not self.interval:
+            return
+        with self._lock:  # threads share the pace: each takes a time of its own
+            now = time.monotonic()
+            begin = max(now, self._next_request)
+            self._next_request = begin + self.interval
+        self._sleep(begin - now)
 
 
 def join(pieces: Sequence[Piece], like: Piece) -> Piece:
@@ -388,6 +401,18 @@ def join(pieces: Sequence[Piece], like: Piece) -> Piece:
     if isinstance(like, str):
         return "".join(pieces)
     return list(itertools.chain.from_iterable(pieces))
+
+
+def _host(url: str) -> str:
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ServerError(f"--base-url {url} is no address: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise ServerError(
+            f"--base-url must be http://HOST:PORT or https://HOST, and is {url}"
+        )
+    return parts.host
 
 
 def _json(response: httpx.Response) -> dict:
@@ -401,6 +426,11 @@ def _choices(answer: dict) -> list[dict]:
     return sorted(answer["choices"], key=lambda choice: choice["index"])
 
 
+def _cached_tokens(answer: dict) -> int | None:
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return details.get("cached_tokens")
+
+
 def _message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])[:500]
@@ -409,7 +439,13 @@ def _message(response: httpx.Response) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
+    """Seconds that the server asks us to wait: a number, or until a date."""
+    value = response.headers.get("retry-after", "0")
     try:
-        return float(response.headers.get("retry-after", 0))
+        return float(value)
+    except ValueError:
+        pass
+    try:
+        return parsedate_to_datetime(value).timestamp() - time.time()
     except ValueError:
         return 0.0

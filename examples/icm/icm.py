@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import sha256
@@ -24,13 +25,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from client import Client, ServerError
+from client import TOP_LOGPROBS, Client, ServerError
 from prompts import Prompt, Prompts, Usage, in_one_order
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -49,7 +51,7 @@ from search import (
     Step,
     agreement,
 )
-from testbeds import Testbed, TestbedError, load
+from testbeds import Sample, Testbed, TestbedError, load
 
 INTERRUPTED = 130  # exit status of a program that Ctrl-C stopped
 console = Console()
@@ -87,8 +89,15 @@ class Settings(BaseSettings):
     requests_per_minute: float | None = Field(
         None, gt=0, description="default: no limit for our own servers, 60 for others"
     )
-    timeout: float = Field(600, gt=0, description="seconds for one request")
-    patience: float = Field(600, ge=0, description="seconds to wait for a server")
+    top_logprobs: int = Field(
+        TOP_LOGPROBS, ge=1, description="asked of servers that do not score by name"
+    )
+    timeout: float = Field(
+        600, gt=0, description="seconds to wait for a server that sends nothing"
+    )
+    patience: float = Field(
+        600, ge=0, description="seconds to try again while a server fails"
+    )
     max_demonstrations: int | None = Field(
         None, ge=1, description="default: as many as fit the model's context"
     )
@@ -100,7 +109,9 @@ class Settings(BaseSettings):
     fix_rounds: int = Field(10, ge=0, description="of a consistency fix, at most")
     seed: int = Field(0, description="of all random choices")
     output: Path = Field(Path("icm-run"), description="folder of checkpoint and report")
-    restart: bool = Field(False, description="throw away the checkpoint there")
+    restart: bool = Field(
+        False, description="throw away the checkpoint there; without it a run goes on"
+    )
     compare: int = Field(
         0, ge=0, description="afterwards, time one call against N so many times"
     )
@@ -118,18 +129,21 @@ class Settings(BaseSettings):
         try:
             run(self)
         except (RunError, ServerError, TestbedError) as error:
-            console.print(
-                f"[red]{type(error).__name__}[/]:", str(error), highlight=False
-            )
-            if (self.output / Checkpoint.NAME).exists():
+            name = f"[red]{type(error).__name__}[/]:"
+            console.print(name, escape(str(error)), highlight=False)
+            checkpoint = self.output / Checkpoint.NAME
+            if checkpoint.exists() and not isinstance(error, RunError):
                 console.print(f"Nothing is lost: {self.output} has all iterations so "
-                              "far, and the same command goes on.")  # fmt: skip
+                              f"far, and {self.same_command()} goes on.")  # fmt: skip
             sys.exit(1)
         except KeyboardInterrupt:
             console.print(
-                f"\nStopped. All is in {self.output}; the same command goes on."
+                f"\nStopped. All is in {self.output}; {self.same_command()} goes on."
             )
             sys.exit(INTERRUPTED)
+
+    def same_command(self) -> str:
+        return "the same command" + (" without --restart" if self.restart else "")
 
 
 class Checkpoint:
@@ -165,9 +179,18 @@ class Checkpoint:
 
 def run(settings: Settings) -> dict:
     """Searches, from the checkpoint if there is one, and reports."""
-    settings.output.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"--output {settings.output}: {error.strerror}") from error
     with claim(settings.output), connect(settings) as client:
-        testbed = load_once(settings, client)
+        testbed = load(
+            settings.testbed,
+            settings.dataset,
+            settings.pool_size,
+            settings.seed,
+            sample_once(settings, client),
+        )
         examples = testbed.pool(settings.pool_size, settings.seed)
         prompts = Prompts(
             client,
@@ -186,7 +209,7 @@ def run(settings: Settings) -> dict:
             settings.parameters(),
         )
         checkpoint = Checkpoint(
-            settings.output, identity(settings, client, examples, prompts)
+            settings.output, identity(settings, testbed, examples, prompts)
         )
         if settings.restart:
             checkpoint.path.unlink(missing_ok=True)
@@ -211,6 +234,7 @@ def connect(settings: Settings) -> Client:
         timeout=settings.timeout,
         patience=settings.patience,
         requests_per_minute=settings.requests_per_minute,
+        top_logprobs=settings.top_logprobs,
     )
 
 
@@ -225,24 +249,18 @@ def claim(folder: Path) -> TextIO:
     return file
 
 
-def load_once(settings: Settings, client: Client) -> Testbed:
-    """The testbed. What was sampled for one is kept: a second time it would differ."""
-    kept = settings.output / f"sampled-{Path(settings.testbed).name}.json"
-    if kept.exists() and not settings.restart:
-        return Testbed.model_validate_json(kept.read_text())
-    sampled = False
+def sample_once(settings: Settings, client: Client) -> Sample:
+    """`Client.sample`, which keeps the answers: a second time they would differ."""
 
-    def sample(*args, **fields) -> list[list[str]]:
-        nonlocal sampled
-        sampled = True
-        return client.sample(*args, **fields)
+    def sample(prompts: Sequence[str], **fields) -> list[list[str]]:
+        request = json.dumps([client.model, prompts, fields], sort_keys=True)
+        name = sha256(request.encode()).hexdigest()[:16]
+        kept = settings.output / f"sampled-{name}.json"
+        if not kept.exists() or settings.restart:
+            replace_file(kept, json.dumps(client.sample(prompts, **fields)))
+        return json.loads(kept.read_text())
 
-    testbed = load(
-        settings.testbed, settings.dataset, settings.pool_size, settings.seed, sample
-    )
-    if sampled:
-        replace_file(kept, testbed.model_dump_json())
-    return testbed
+    return sample
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -256,13 +274,18 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def identity(
-    settings: Settings, client: Client, examples: list[Example], prompts: Prompts
+    settings: Settings, testbed: Testbed, examples: list[Example], prompts: Prompts
 ) -> dict:
-    content = json.dumps(examples).encode()
+    def fingerprint(text: str) -> str:
+        return sha256(text.encode()).hexdigest()
+
+    client = prompts.client
     return {
         "testbed": settings.testbed,
-        "pool": sha256(content).hexdigest(),
+        "content of the testbed": fingerprint(testbed.model_dump_json()),
+        "pool": fingerprint(json.dumps(examples)),
         "model": client.model,
+        "scores": "by name" if client.scores_by_name else f"top {client.top}",
         "demonstrations": prompts.slots,
         "seed": settings.seed,
         **asdict(settings.parameters()),
@@ -275,24 +298,25 @@ def anneal(
     checkpoint: Checkpoint,
     iterations: int,
     seed: int,
-) -> tuple[State, np.ndarray, Usage, float]:
+) -> tuple[State, np.ndarray, list[Usage], float]:
     """Runs the iterations that are left, and saves after each.
 
     Returns:
-        The last state, the zero-shot scores, and what the iterations cost: calls and
-        tokens, and seconds.
+        The last state, the zero-shot scores, what each iteration cost, and the
+        seconds that all of them took.
     """
     content = checkpoint.load()
     if content:
         state = decode_state(content["state"])
         zero_shot = np.array(content["zero_shot"])
-        usage, seconds = Usage(*content["usage"]), content["seconds"]
+        usage, seconds = [Usage(*u) for u in content["usage"]], content["seconds"]
         console.print(f"Going on after iteration {state.iteration}.")
     else:
         with console.status("Zero-shot labels and the first random ones"):
             zero_shot = prompts.score(prompts.zero_shot())
+            refuse_unlisted(prompts)
             state = search.start(seed)
-        usage, seconds = Usage(), 0.0
+        usage, seconds = [], 0.0
 
     def save() -> None:
         checkpoint.save(
@@ -318,13 +342,29 @@ def anneal(
             prompts.usage = Usage()
             prompts.remember(state.labels, state.scores)
             state = search.step(state)
-            usage += prompts.usage
+            usage.append(prompts.usage)
             seconds += time.perf_counter() - begin
             save()
             step = state.history[-1]
             objective = f"U = {step.objective:.3f}, {step.labelled} labelled"
             progress.update(task, advance=1, description=objective)
     return state, zero_shot, usage, seconds
+
+
+def refuse_unlisted(prompts: Prompts) -> None:
+    """To be called after the zero-shot request, before any other.
+
+    Raises:
+        ServerError: a label is in no prompt's top log-probabilities.
+    """
+    for label, times in prompts.client.unlisted.items():
+        if times == len(prompts.texts):
+            raise ServerError(
+                f"The label {label!r} is among the top {prompts.client.top} "
+                "log-probabilities of not one example. Is it a single token of "
+                f"{prompts.client.model}? With most tokenizers a space in front helps; "
+                "so may a higher --top-logprobs, where the server allows it."
+            )
 
 
 def encode_state(state: State) -> dict:
@@ -377,7 +417,7 @@ def summarize(
     prompts: Prompts,
     state: State,
     zero_shot: np.ndarray,
-    usage: Usage,
+    usage: list[Usage],
     seconds: float,
 ) -> dict:
     """All numbers of the report. Two more calls, where the truth is known, say what
@@ -417,13 +457,47 @@ def summarize(
         "accepted": sum(step.accepted for step in state.history),
         "seconds": seconds,
         "iterations_per_minute": 60 * state.iteration / seconds if seconds else None,
-        "usage": usage._asdict(),
-        "hit_rate": usage.hit_rate(),
-        "demonstration_hit_rate": usage.demonstration_hit_rate(),
+        "usage": sum(usage, Usage())._asdict(),
+        "cache": {
+            name: {
+                "calls": part.calls,
+                "hit_rate": part.hit_rate(),
+                "demonstration_hit_rate": part.demonstration_hit_rate(),
+            }
+            for name, part in parts(
+                usage, state.history, settings.seeds, prompts.slots
+            ).items()
+        },
         "retries": prompts.client.retries,
-        "missing_labels": prompts.client.missing_labels,
+        "missing_labels": prompts.client.unlisted.total(),
         "objective": last and last.objective,
         "inconsistent": last and last.inconsistent,
+    }
+
+
+def parts(
+    usage: list[Usage], history: Sequence[Step], seeds: int, slots: int
+) -> dict[str, Usage]:
+    """What the iterations cost, in all; after warm-up, which is over when half of the
+    demonstrations' slots are labelled; and, of these, where the example was not
+    labelled yet and where it was."""
+    whole = warm = new = old = Usage()
+    labelled = set(range(seeds))
+    for cost, step in zip(usage, history, strict=True):
+        whole += cost
+        if 2 * sum(slot < slots for slot in labelled) >= slots:
+            warm += cost
+            if step.example in labelled:
+                old += cost
+            else:
+                new += cost
+        if step.accepted:
+            labelled.add(step.example)
+    return {
+        "all iterations": whole,
+        "after warm-up": warm,
+        "- a new label": new,
+        "- another label": old,
     }
 
 
@@ -431,13 +505,18 @@ def most_likely(scores: np.ndarray) -> Labels:
     return dict(enumerate(scores.argmax(1).tolist()))
 
 
-def compare(prompts: Prompts, labels: Labels, settings: Settings) -> dict:
+def compare(prompts: Prompts, labels: Labels, settings: Settings) -> dict | None:
     """Times what an iteration asks: all prompts of a labelling with one demonstration
-    changed, each time another. By turns; [repeats] seconds each.
+    changed, each time another one. [repeats] seconds for each way, by turns; before
+    each, untimed, the same way asks about the labelling itself, so that each finds
+    what it left in the cache and nothing of the others' is in its way.
 
     In one call; in a call a prompt, one after the other and many under way at once;
     and as one does it without this program and fork: a call a prompt, demonstrations
     in one order less the one, the top log-probabilities of a generated token.
+
+    Returns:
+        None if there are fewer demonstrations than ways.
     """
     client = prompts.client
 
@@ -463,14 +542,20 @@ def compare(prompts: Prompts, labels: Labels, settings: Settings) -> dict:
     }
     rng = random.Random(settings.seed)
     members = [slot for slot in labels if slot < prompts.slots]
+    repeats = min(settings.compare, len(members) // len(ways))
+    if repeats < settings.compare:
+        console.print(f"--compare: {len(members)} demonstrations, each changed once, "
+                      f"are enough for {repeats} times.")  # fmt: skip
+    if not repeats:
+        return None
+    slots = iter(rng.sample(members, repeats * len(ways)))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     calls: dict[str, int] = {}
     with ThreadPoolExecutor(32) as pool, console.status("Comparing"):
-        for score in ways.values():  # each finds its own prompts of `labels` cached
-            score(labels)
-        for _ in range(settings.compare):
+        for _ in range(repeats):
             for name, score in ways.items():
-                slot = rng.choice(members)
+                score(labels)
+                slot = next(slots)
                 changed = {**labels, slot: (labels[slot] + 1) % len(prompts.labels)}
                 before = client.calls
                 begin = time.perf_counter()
@@ -544,11 +629,6 @@ def show(report: dict, folder: Path) -> None:
             f"{report['iterations_per_minute']:.0f} iterations a minute, "
             f"{60 * usage['calls'] / report['seconds']:.0f} calls a minute"
         )
-    if report["hit_rate"] is not None:
-        lines.append(
-            f"{report['hit_rate']:.2%} of all prompt tokens from the prefix cache, at "
-            f"least {report['demonstration_hit_rate']:.2%} of the demonstrations'"
-        )
     if report["missing_labels"]:
         lines.append(f"{report['missing_labels']} labels were not among the top tokens")
     if report["objective"] is not None:
@@ -556,9 +636,32 @@ def show(report: dict, folder: Path) -> None:
             f"U = {report['objective']:.3f}, {report['inconsistent']} contradictions"
         )
     console.print("\n".join(lines), highlight=False)
-    if "compare" in report:
+    if usage["tokens"]:
+        console.print(cache_table(report["cache"]))
+    if report.get("compare"):
         console.print(comparison(report["compare"]))
     console.print(f"labels.jsonl, report.json and objective.png are in {folder}")
+
+
+def cache_table(cache: dict) -> Table:
+    table = Table(
+        title="tokens from the prefix cache",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("")
+    for column in ("calls", "of the prompts", "of the demonstrations"):
+        table.add_column(column, justify="right")
+    for name, part in cache.items():
+        if part["hit_rate"] is not None:
+            table.add_row(
+                name,
+                str(part["calls"]),
+                f"{part['hit_rate']:.2%}",
+                f"≥ {part['demonstration_hit_rate']:.2%}",
+            )
+    return table
 
 
 def comparison(result: dict) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from client import CacheCounters, Client, Piece, ServerError, join
+from client import Client, Piece, ServerError, join
 from search import Example, Labels, normalize
 
 Context = tuple[tuple[int, int], ...]
@@ -72,26 +72,26 @@ class Usage(NamedTuple):
 
     calls: int = 0
     prompts: int = 0
+    # Tokens, of the calls whose answers say how many came from the cache:
     tokens: int = 0  # of the prompts and a label each
-    # Of the calls during which the server counted these tokens and no others:
     demonstration_tokens: int = 0
-    cache_queries: int = 0  # tokens
-    cache_hits: int = 0
-    hits_beyond: int = 0  # at most so many hits can be outside the demonstrations
+    cached_tokens: int = 0
+    cached_beyond: int = 0  # at most so many of these are outside the demonstrations
 
     def __add__(self, other: "Usage") -> "Usage":  # type: ignore[override]
         return Usage(*(a + b for a, b in zip(self, other, strict=True)))
 
     def hit_rate(self) -> float | None:
         """Share of all prompt tokens that the server took from its cache."""
-        return self.cache_hits / self.cache_queries if self.cache_queries else None
+        return self.cached_tokens / self.tokens if self.tokens else None
 
     def demonstration_hit_rate(self) -> float | None:
-        """Share of the demonstrations' tokens, at least. The server counts hits per
-        request, not where they were; all that may have been elsewhere is taken off."""
-        if not self.cache_queries or not self.demonstration_tokens:
+        """Share of the demonstrations' tokens, at least. The server says how many
+        tokens were cached, not where; all that may have been elsewhere is taken
+        off."""
+        if not self.demonstration_tokens:
             return None
-        return (self.cache_hits - self.hits_beyond) / self.demonstration_tokens
+        return (self.cached_tokens - self.cached_beyond) / self.demonstration_tokens
 
 
 class Prompts:
@@ -120,6 +120,7 @@ class Prompts:
         max_demonstrations: int | None = None,
     ):
         self.client = client
+        self.block_size = client.block_size() if client.scores_by_name else 1
         self.labels = client.encode_labels(labels)
         (self.header,) = client.encode([header], begin=True)
         (self.separator,) = client.encode([separator])
@@ -177,33 +178,25 @@ class Prompts:
     def score(self, prompts: Sequence[Prompt]) -> np.ndarray:
         """Log-probabilities of the labels, [prompts, labels], normalized among
         themselves. One request."""
-        before = self.client.cache_counters()
         scores = self.client.score([prompt.whole for prompt in prompts], self.labels)
-        self.usage += self._usage(prompts, before, self.client.cache_counters())
-        return normalize(scores)
+        self.usage += self._usage(prompts, scores.cached_tokens)
+        return normalize(scores.logprobs)
 
-    def _usage(
-        self,
-        prompts: Sequence[Prompt],
-        before: CacheCounters | None,
-        after: CacheCounters | None,
-    ) -> Usage:
-        if not self.client.scores_by_name:
+    def _usage(self, prompts: Sequence[Prompt], cached_tokens: int | None) -> Usage:
+        if cached_tokens is None:
             return Usage(1, len(prompts))
-        tokens = sum(len(p.whole) + 1 for p in prompts)
-        usage = Usage(1, len(prompts), tokens)
-        if not before or not after or after.queries - before.queries != tokens:
-            return usage  # no counters, a new server, or other clients' tokens in them
         # A hit ends with a block, and before the position that predicts the label.
-        block = after.block_size
+        block = self.block_size
         beyond = (
             (len(p.whole) - 1) // block * block - len(p.demonstrations) for p in prompts
         )
-        return usage._replace(
-            demonstration_tokens=sum(len(p.demonstrations) for p in prompts),
-            cache_queries=tokens,
-            cache_hits=after.hits - before.hits,
-            hits_beyond=sum(max(0, tokens) for tokens in beyond),
+        return Usage(
+            1,
+            len(prompts),
+            sum(len(p.whole) + 1 for p in prompts),
+            sum(len(p.demonstrations) for p in prompts),
+            cached_tokens,
+            sum(max(0, tokens) for tokens in beyond),
         )
 
     def _context(self, labels: Labels) -> Context:

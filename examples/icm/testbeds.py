@@ -55,7 +55,11 @@ class Testbed(BaseModel, extra="forbid"):
 
     def pool(self, size: int | None, seed: int) -> list[Example]:
         """Draws whole groups at random, `size` examples in all at most, and shuffles
-        their examples."""
+        their examples.
+
+        Raises:
+            TestbedError: not even two examples are in groups of `size` or fewer.
+        """
         groups: dict[str, list[Example]] = {}
         for number, entry in enumerate(self.examples):
             name = entry.group or f"#{number}"
@@ -69,6 +73,12 @@ class Testbed(BaseModel, extra="forbid"):
         for members in drawn:
             if size is None or len(pool) + len(members) <= size:
                 pool += members
+        if len(pool) < 2:
+            least = min(map(len, drawn))
+            raise TestbedError(
+                f"--pool-size {size} leaves {len(pool)} examples, and two are the "
+                f"least: groups of examples are taken whole, and have {least} or more."
+            )
         rng.shuffle(pool)
         return pool
 
@@ -95,16 +105,24 @@ def load(
         path, options, make = _DATASETS[name]
         rows = _rows(name, source or path, {} if source else options)
         random.Random(seed).shuffle(rows)
-        return make(rows, size, sample)
+        try:
+            return make(rows, size, sample)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            columns = sorted(rows[0]) if rows else "none"
+            raise TestbedError(
+                f"The {len(rows)} rows of {source or path} (--dataset) are not those "
+                f"of --testbed {name}: {type(error).__name__}: {error}. Their columns: "
+                f"{columns}."
+            ) from error
     file = Path(name)
-    if not file.exists():
+    if not file.is_file():
         file = FILES / f"{name}.json"
-    if not file.exists():
+    if not file.is_file():
         known = [*_DATASETS, *sorted(f.stem for f in FILES.glob("*.json"))]
         raise TestbedError(f"--testbed {name}: no such file, and none of {known}.")
     try:
         return Testbed.model_validate_json(file.read_text())
-    except (ValidationError, UnicodeDecodeError) as error:
+    except (OSError, ValidationError, UnicodeDecodeError) as error:
         raise TestbedError(f"{file} is not a testbed: {error}") from error
 
 

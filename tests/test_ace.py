@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(EXAMPLES))
 from ace import ClientError, Completion, LLMClient, Playbook, Sampling, ServerGone
 from ace import __main__ as program
 from ace import bench, make_samples, prompts
+from ace.client import REFERENCE_MODEL
 from ace.journal import Journal, JournalError
 from ace.playbook import (
     Add,
@@ -50,6 +52,8 @@ class FailingServer:
         self.faults: list[str | None] = []
         self.asked: list[dict] = []  # bodies of the requests answered well
         self.owner = "vllm"
+        self.root: str | None = None  # folder or hub name of the model, if it tells
+        self.retry_after: str | None = None  # header of a 429
         self.pause = 0.0  # seconds before each answer
         self.says = says
         self.lock = threading.Lock()
@@ -106,9 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def reply(self, status: int, text: str, kind="application/json", cut=0) -> None:
+    def reply(
+        self, status: int, text: str, kind="application/json", cut=0, headers=()
+    ) -> None:
         data = text.encode()
         self.send_response(status)
+        for header in headers:
+            self.send_header(*header)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -118,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         card = {"id": "m", "object": "model", "created": 0}
-        card["owned_by"] = self.owner.owner
+        card |= {"owned_by": self.owner.owner, "root": self.owner.root}
         self.reply(200, json.dumps({"object": "list", "data": [card]}))
 
     def do_POST(self) -> None:
@@ -129,17 +137,23 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "500":
             self.reply(500, '{"error": {"message": "out of luck"}}')
         elif fault == "429":
-            self.reply(429, "{}")
+            after = self.owner.retry_after
+            headers = [("Retry-After", after)] if after else []
+            self.reply(429, "{}", headers=headers)
         elif fault == "400":
             self.reply(400, '{"error": {"message": "prompt: too long"}}')
+        elif fault == "no system role":
+            self.reply(400, '{"error": {"message": "System role not supported"}}')
         elif fault == "half an answer":
             self.reply(200, answer, cut=len(answer) // 2)
         elif fault == "cut JSON":
             self.reply(200, answer[: len(answer) // 2])
         elif fault == "no choice":
             self.reply(200, json.dumps(json.loads(answer) | {"choices": []}))
-        elif fault == "no text":
-            self.reply(200, answer.replace('"content":', '"other":'))
+        elif fault == "no message":
+            self.reply(200, answer.replace('"message":', '"other":'))
+        elif fault == "no reason to end":
+            self.reply(200, answer.replace('"finish_reason":', '"other":'))
         elif fault == "wrong content type":
             self.reply(200, "<html>hello</html>", "text/html")
         elif fault == "gone":
@@ -288,8 +302,8 @@ def test_a_playbook_is_kept(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         with_bullets(5).save(path)
     assert Playbook.load(path) == book
-    for content in ("nonsense", '{"bullets": [{"id": 1}]}'):
-        path.write_text(content)
+    for content in (b"nonsense", b'{"bullets": [{"id": 1}]}', b'{"": "\xe9"}'):
+        path.write_bytes(content)
         with pytest.raises(PlaybookError, match="is no playbook"):
             Playbook.load(path)
 
@@ -394,17 +408,21 @@ def test_the_shipped_samples(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("nonsense", "JSON"),
-        ('[{"question": "?"}]', "answer"),
-        ('[{"question": "?", "answer": "a", "choices": ["b"]}]', "none of its choices"),
-        ('[{"question": "?", "answer": "a", "split": "validation"}]', "split: train"),
-        ("[]", "split: train"),
+        (b"nonsense", "JSON"),
+        (b'[{"question": "?"}]', "answer"),
+        (b'[{"question": "\xe9", "answer": "a"}]', "--samples: .*unicode"),
+        (
+            b'[{"question": "?", "answer": "a", "choices": ["b"]}]',
+            "none of its choices",
+        ),
+        (b'[{"question": "?", "answer": "a", "split": "validation"}]', "split: train"),
+        (b"[]", "split: train"),
     ],
 )
 def test_bad_samples(tmp_path, content, message):
     path = tmp_path / "samples.json"
-    path.write_text(content)
-    with pytest.raises(prompts.SampleError, match=message):
+    path.write_bytes(content)
+    with pytest.raises(prompts.SampleError, match=f"(?s){message}"):
         prompts.load_samples(path)
 
 
@@ -419,7 +437,8 @@ FAULTS = [
     "half an answer",
     "cut JSON",
     "no choice",
-    "no text",
+    "no message",
+    "no reason to end",
     "wrong content type",
 ]
 
@@ -441,6 +460,88 @@ def test_retries_are_counted(server):
         [found] = client.chat([HELLO], Sampling())
         assert client.retries == 3 and len(server.asked) == 1
         assert found.token_ids == [ord(c) for c in found.text]
+
+
+def test_a_pause_that_the_server_wants_in_seconds(server):
+    server.retry_after = "1"
+    with LLMClient("openai", base_url=server.url) as client:
+        server.faults = ["429"]
+        begin = time.monotonic()
+        client.chat([HELLO], Sampling())
+        assert time.monotonic() - begin >= 1 and client.retries == 1
+
+
+def test_a_pause_that_the_server_wants_until_a_date(server):
+    until = int(time.time()) + 3
+    server.retry_after = formatdate(until, usegmt=True)
+    with LLMClient("openai", base_url=server.url) as client:
+        server.faults = ["429"]
+        client.chat([HELLO], Sampling())
+        assert time.time() >= until and client.retries == 1
+
+
+@pytest.mark.parametrize("value", ["soon", formatdate(0, usegmt=True), "-1"])
+def test_a_pause_that_says_nothing(server, value):
+    server.retry_after = value
+    with LLMClient("openai", base_url=server.url, patience=30) as client:
+        server.faults = ["429"]
+        client.chat([HELLO], Sampling())
+        assert client.retries == 1
+
+
+def test_a_pause_longer_than_we_wait(server):
+    """Ends at once."""
+    server.retry_after = "3600"
+    with LLMClient("openai", base_url=server.url, patience=600) as client:
+        server.faults = ["429"] * 9
+        with pytest.raises(ServerGone, match="3600 s of pause, .* --patience 600"):
+            client.chat([HELLO], Sampling())
+        assert client.retries == 0 and len(server.faults) == 8
+
+
+@pytest.mark.parametrize("omitted", [False, True])
+def test_a_model_that_thinks_until_its_tokens_are_used_up(server, omitted):
+    """Says nothing, which is an answer."""
+    complete = server.complete
+
+    def think(body):
+        answer = complete(body)
+        (choice,) = answer["choices"]
+        choice["message"] |= {"content": None, "reasoning_content": "Hm."}
+        choice["finish_reason"] = "length"
+        if omitted:
+            del choice["message"]["content"]
+        return answer
+
+    server.complete = think
+    with LLMClient("openai", base_url=server.url, patience=0) as client:
+        [found] = client.chat([HELLO], Sampling())
+    assert (found.text, found.finish_reason) == ("", "length")
+    assert len(server.asked) == 1
+
+
+def test_without_a_system_role(server):
+    """Its words are at the head of the user's; what has none stays as it is."""
+    asked = [{"role": "system", "content": "Be kind."}, HELLO[1]]
+    begun = {"role": "assistant", "content": "Well"}
+    with LLMClient("openai", base_url=server.url, system_role=False) as client:
+        server.says = lambda messages: "Hello"
+        client.chat([[*asked, begun], HELLO[1:]], Sampling())
+    joined = {"role": "user", "content": "Be kind.\n\nhello"}
+    messages = [body["messages"] for body in server.asked]
+    assert sorted(messages, key=len) == [HELLO[1:], [joined, begun]]
+
+
+def test_a_server_whose_template_has_no_system_role(server):
+    """The error names the option."""
+    with LLMClient("openai", base_url=server.url) as client:
+        server.faults = ["400"]
+        with pytest.raises(ClientError, match="too long") as error:
+            client.chat([HELLO], Sampling())
+        assert "--no-system-role" not in str(error.value)
+        server.faults = ["no system role"]
+        with pytest.raises(ClientError, match="not supported.*--no-system-role"):
+            client.chat([HELLO], Sampling())
 
 
 def test_two_clients_at_once(server):
@@ -577,12 +678,17 @@ def command(url: str, samples: Path, output: Path, *options: str) -> list[str]:
     ("options", "status", "message"),
     [
         ([], 1, "Is `vllm serve` running?"),
-        (["--base-url=localhost"], 1, "http://"),
+        (["--base-url=localhost"], 1, "--base-url is like http://"),
+        (["--base-url=http://host:abc"], 1, "--base-url is like"),
+        (["--base-url=http://host:99999"], 1, "--base-url is like"),
+        (["--base-url=http://"], 1, "--base-url is like"),
         (["--rounds=-1"], 2, "--rounds"),
         (["--no-such-option=1"], 2, "--no-such-option"),
         (["--speculative-config=ngram"], 2, "speculative_config"),
         (["--playbook=nowhere"], 1, "nowhere is no playbook"),
         (["--samples=nowhere"], 1, "nowhere"),
+        ([f"--output={__file__}"], 1, "--output"),
+        (["--provider=vllm", "--chat-template=nowhere"], 1, "--chat-template"),
     ],
 )
 def test_errors_of_the_command(options, status, message, samples, tmp_path, capsys):
@@ -769,21 +875,183 @@ def test_another_run(server, samples, whole):
     assert report.kept == 0
 
 
+def test_another_model(server, samples, tmp_path):
+    """Two servers' only models are two runs, whatever name they are served by."""
+    server.root = "a/b"
+    program.run(settings(server, samples, tmp_path, rounds=0))
+    server.root = "a/c"
+    with pytest.raises(JournalError, match="differs in model"):
+        program.run(settings(server, samples, tmp_path, rounds=0))
+    server.root, server.owner = None, "someone"
+    with pytest.raises(JournalError, match="differs in model"):
+        program.run(settings(server, samples, tmp_path, rounds=0, prefill=False))
+
+
+def test_who_is_asked(server, tmp_path, monkeypatch):
+    """Is the served name, or what vLLM's server tells; a folder by its whole path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for root, model in ((None, "m"), ("a/b", "a/b"), ("model", f"{tmp_path}/model")):
+        server.root = root
+        with LLMClient("openai", base_url=server.url) as client:
+            assert client.identity == {"model": model, "chat_template": None}
+            assert client.model == "m"
+
+
+def test_another_chat_template(tmp_path):
+    """Is another run; where a server has it and does not tell it is not."""
+    path = tmp_path / "journal.jsonl"
+    for first, second in (("a", None), ("a", "a"), (None, "a")):
+        path.unlink(missing_ok=True)
+        for template in (first, second):
+            with Journal(path) as journal:
+                journal.begin({"model": "m", "chat_template": template})
+    path.unlink()
+    with Journal(path) as journal:
+        journal.begin({"model": "m", "chat_template": "a"})
+        with pytest.raises(JournalError, match="differs in chat_template"):
+            journal.begin({"model": "m", "chat_template": "b"})
+    path.write_text('{"model": null}\n')  # as it once was
+    with Journal(path) as journal, pytest.raises(JournalError, match="chat_template"):
+        journal.begin({"model": "m", "chat_template": None})
+
+
+def test_restart_waits_for_the_server(server, samples, whole, capsys):
+    """What was said is thrown away only when there is a model to say it again."""
+    expected = journal(whole)
+    arguments = ["--rounds=2", "--stop-after=0", "--patience=0", "--restart"]
+    with pytest.raises(SystemExit):
+        program.main(command("http://127.0.0.1:9", samples, whole, *arguments))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the same command without --restart goes on" in shown
+    assert journal(whole) == expected
+
+
+def test_a_restart_that_is_stopped(server, samples, whole, capsys):
+    """Goes on without the option, as is said."""
+    arguments = command(server.url, samples, whole, "--rounds=2", "--stop-after=0")
+    arguments.append("--concurrency=1")
+    expected = journal(whole)
+    server.faults = [None] * 5 + ["400"]
+    with pytest.raises(SystemExit):
+        program.main([*arguments, "--restart"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the same command without --restart goes on" in shown
+    kept = len(journal(whole))
+    assert kept >= 5
+    server.asked.clear()
+    program.main(arguments)
+    assert journal(whole) == expected and len(server.asked) == len(expected) - kept
+
+
 def test_two_runs_in_one_folder(server, samples, whole):
     with (
-        Journal(whole / "journal.jsonl", {}, restart=True),
+        Journal(whole / "journal.jsonl"),
         pytest.raises(JournalError, match="Another run uses"),
     ):
         program.run(settings(server, samples, whole))
 
 
-@pytest.mark.parametrize("content", ["no json\n", "5\n", '{"a": 1}\n[]\n'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no json\n",
+        "5\n",
+        "null\n",
+        '{"a": 1}\n[]\n',
+        '{"b": 1}\n{"rou',
+        '{"b": 1}',
+        "no line",
+        '{"a": 1} ',
+    ],
+)
 def test_no_journal(tmp_path, content):
+    """A file that is none of ours stays as it is."""
     path = tmp_path / "notes.txt"
     path.write_text(content)
-    with pytest.raises(JournalError), Journal(path, {"a": 1}):
-        pass
+    with Journal(path) as journal, pytest.raises(JournalError, match=str(path)):
+        journal.begin({"a": 1})
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize("content", ["", '{"a"', '{"a": 1}', '{"a": 1}\n{"rou'])
+def test_a_journal_that_has_just_begun(tmp_path, content):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(content)
+    with Journal(path) as journal:
+        journal.begin({"a": 1})
+    assert path.read_text() == '{"a": 1}\n'
+
+
+# transformers in this process
+
+
+BEGUN = [*HELLO, {"role": "assistant", "content": "Well"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "option"),
+    [
+        ("{{ raise_exception('No system role') }}", HELLO, "--no-system-role"),
+        ("{{ messages[1].content }}", BEGUN, "--no-prefill"),
+        ("{% for %}", HELLO, ""),
+    ],
+)
+def test_a_chat_template_that_refuses(tmp_path, template, asked, option):
+    """Is an error that names the option that helps."""
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+    with (
+        LLMClient("transformers", chat_template=path) as client,
+        pytest.raises(ClientError, match=f"(?s)the chat template: .*{option}"),
+    ):
+        client.chat([asked], Sampling(max_tokens=1))
+
+
+def test_a_chat_template_without_a_system_role(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}"
+        "{% endif %}{{ messages[0].content }}"
+    )
+    with LLMClient("transformers", chat_template=path, system_role=False) as client:
+        [found] = client.chat(
+            [[{"role": "system", "content": "import"}, HELLO[1]]],
+            Sampling(max_tokens=1),
+        )
+        tokenizer = client._backend.tokenizer
+        assert tokenizer.decode(found.prompt_token_ids) == "import\n\nhello"
+
+
+def test_a_chat_template_that_is_no_text(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_bytes(b"\xe9")
+    with pytest.raises(ClientError, match="--chat-template"):
+        LLMClient("transformers", chat_template=path)
+
+
+def test_the_chat_template_is_part_of_who_is_asked(tmp_path):
+    path = tmp_path / "template.jinja"
+    identities = []
+    for template in ("a", "b", "a"):
+        path.write_text(template)
+        with LLMClient("transformers", chat_template=path) as client:
+            identities.append(client.identity)
+    assert identities[0] == identities[2] != identities[1]
+    assert identities[0]["model"] == identities[1]["model"] == str(REFERENCE_MODEL)
+
+
+def test_a_model_without_a_longest_context(tmp_path):
+    """Whose positions are not numbered has no `max_position_embeddings`."""
+    from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=4096, hidden_size=16, n_layer=1, n_head=2)
+    assert not hasattr(config, "max_position_embeddings")
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(REFERENCE_MODEL).save_pretrained(tmp_path)
+    with LLMClient("transformers", str(tmp_path)) as client:
+        [found] = client.chat([HELLO], Sampling(max_tokens=2))
+    assert found.token_ids
 
 
 # The benchmark

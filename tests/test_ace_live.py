@@ -6,6 +6,7 @@ started again in the middle of a run.
 Nothing here depends on the model runner; V1 is used.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,7 @@ SCORE_ERROR = 4e-4
 `test_icm_live.SCORE_ERROR`, as either may be off."""
 WAIT_SECONDS = 600
 """Far more than anything takes; a machine may have other work."""
-SAMPLES = 6
+SAMPLES = 3
 TRAIN, VALIDATION = 20, 10
 # Completions of one round and the answers after it.
 TOTAL = 2 * (TRAIN + VALIDATION) + 2 * TRAIN
@@ -53,30 +55,38 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def starting(tmp_path_factory):
+    """The server; others load models while it does."""
     server = LocalServer(
         str(REFERENCE_MODEL), tmp_path_factory.mktemp("serve") / "log", SERVE
     )
     server.start(runners.environment("v1"))
     try:
-        server.wait()
         yield server
     finally:
         server.stop()
 
 
 @pytest.fixture(scope="module")
-def clients(server, process_groups):
+def server(starting):
+    starting.wait()
+    return starting
+
+
+@pytest.fixture(scope="module")
+def clients(starting, process_groups):
     """By name; vLLM's engine runs inside this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = {"enforce_eager": True, **SMALL}
     with (
-        LLMClient("openai", base_url=server.url) as openai,
         LLMClient("vllm", engine=options) as vllm,
         LLMClient("vllm", engine=options | {"speculative_config": NGRAM}) as ngram,
         LLMClient("transformers") as one,
         LLMClient("transformers", batch_size=4) as four,
+        ExitStack() as stack,
     ):
+        starting.wait()
+        openai = stack.enter_context(LLMClient("openai", base_url=starting.url))
         yield {
             "vllm": vllm,
             "openai": openai,
@@ -151,6 +161,16 @@ def test_greedy_outputs_are_the_same_up_to_ties(outputs, name):
                     assert mine[token] == pytest.approx(other[token], abs=SCORE_ERROR)
 
 
+def test_all_know_which_model_they_ask(clients):
+    """So a run may go on with another one; the server does not tell its template."""
+    identities = {name: client.identity for name, client in clients.items()}
+    openai = identities.pop("openai")
+    assert openai == {"model": str(REFERENCE_MODEL), "chat_template": None}
+    template = hashlib.sha256(TEMPLATE.read_bytes()).hexdigest()
+    for identity in identities.values():
+        assert identity == openai | {"chat_template": template}
+
+
 def test_ngram_is_on(clients):
     config = clients["vllm, ngram"].engine.llm_engine.vllm_config.speculative_config
     assert config.method == "ngram" and config.num_speculative_tokens == 3
@@ -175,12 +195,12 @@ def test_a_stop_string_ends_a_text(clients, outputs, work):
 def test_sampling(clients, outputs, work):
     """At a high temperature texts differ, and a seed repeats them; with one token to
     choose from they are the greedy ones."""
-    asked = work["generator"][:4]
+    asked = work["generator"][:2]
     hot = Sampling(max_tokens=12, temperature=2.0, seed=7)
     for name, client in clients.items():
         if name == "vllm, ngram":  # stops at top_k on a CPU, see the README's limits
             continue
-        greedy = [c.text for c in outputs[name]["generator"][:4]]
+        greedy = [c.text for c in outputs[name]["generator"][:2]]
         drawn = [[c.text for c in client.chat(asked, hot)] for _ in range(2)]
         assert drawn[0] == drawn[1] != greedy, name
         one = Sampling(max_tokens=12, temperature=1.0, top_k=1)
@@ -358,22 +378,38 @@ def test_two_clients_at_once(server, clients, outputs, work):
 
 
 def test_bench(tmp_path, capsys, process_groups):
+    """With speculative decoding beside what there is without."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = settings(
-        count=3, repeats=1, batched=2, output=tmp_path / "out", engine_args=SMALL
+        count=2,
+        repeats=1,
+        batched=2,
+        output=tmp_path / "out",
+        engine_args=SMALL,
+        speculative_config=NGRAM,
     )
     figures = bench.run(options)
-    assert figures["prompts"] == dict.fromkeys(PHASES, 3) and figures["same_prompts"]
+    assert figures["prompts"] == dict.fromkeys(PHASES, 2) and figures["same_prompts"]
     assert all(difference["tie"] for difference in figures["differences"])
-    ways = {bench.VLLM, bench.ONE, "transformers, 2 at once"}
+    ways = {bench.VLLM, bench.SPECULATIVE, bench.ONE, "transformers, 2 at once"}
     assert set(figures["seconds"]) == ways
     for seconds in figures["seconds"].values():
         for kind in bench.Times._fields:
             total = sum(seconds[phase][kind][0] for phase in PHASES)
             assert seconds["total"][kind] == [pytest.approx(total)] and total > 0
+    counts = figures["speculative"]
+    for kind in bench.COUNTERS:
+        assert counts[kind]["total"] == sum(counts[kind][phase] for phase in PHASES)
+    drafted, accepted = counts["drafted"]["total"], counts["accepted"]["total"]
+    # Each token that is accepted is one of the text; few texts repeat nothing.
+    generated = sum(figures["generated_tokens"].values())
+    assert 0 < accepted <= min(drafted, generated)
+    assert counts["same_prompts"]
+    assert all(difference["tie"] for difference in counts["differences"])
     assert json.loads((tmp_path / "out").read_text()) == figures
     shown = capsys.readouterr().out
     assert "sequential" in shown and "Greedy outputs" in shown
+    assert "with speculative decoding" in shown and str(drafted) in shown
 
 
 def test_the_options_of_the_engine(monkeypatch):

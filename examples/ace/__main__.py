@@ -42,13 +42,11 @@ def run(settings: RunSettings) -> Report:
     samples = load_samples(settings.samples)
     start = settings.begin()
     folder = settings.output
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / JOURNAL
-    identity = settings.identity(samples, start)
-    with (
-        Journal(path, identity, settings.restart) as journal,
-        settings.connect() as client,
-    ):
+    with Journal(path) as journal, settings.connect() as client:
+        # Not before the model is there: --restart throws away what was said.
+        identity = client.identity | settings.identity(samples, start)
+        journal.begin(identity, settings.restart)
         loop = Loop(client, samples, settings.options(), journal)
         console.print(
             f"{len(samples)} samples; {client.model} by {settings.provider}; "
@@ -129,13 +127,17 @@ def main(argv: list[str] | None = None) -> None:
     except (ClientError, JournalError, PlaybookError, SampleError) as error:
         console.print(f"[red]{type(error).__name__}[/]:", end=" ")
         console.print(str(error), markup=False)
-        if argv[0] == "run" and (settings.output / JOURNAL).exists():
-            console.print("Nothing is lost: the same command goes on.")
+        if argv[0] == "run" and isinstance(error, ClientError):
+            console.print(goes_on(settings))
         sys.exit(1)
     except KeyboardInterrupt:
-        console.print("\nStopped. Nothing is lost: the same command goes on."
-                      if argv[0] == "run" else "\nStopped.")  # fmt: skip
+        console.print("\nStopped.", goes_on(settings) if argv[0] == "run" else "")
         sys.exit(INTERRUPTED)
+
+
+def goes_on(settings: RunSettings) -> str:
+    how = " without --restart" if settings.restart else ""
+    return f"Nothing is lost: the same command{how} goes on."
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 
 The prompts of a phase are made from what vLLM said in the one before, so that all ways
 are timed on the same prompts. vLLM's prefix cache is emptied before each measurement:
-what it shares, it shares within the phase.
+what it shares, it shares within the phase. Where a speculative configuration is given,
+vLLM is timed without and with it, in turns.
 """
 
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 from rich import box
@@ -45,6 +48,12 @@ class Times(NamedTuple):
 
 
 VLLM, ONE = "vLLM", "transformers, one by one"
+SPECULATIVE = "vLLM, speculative"
+COUNTERS = {
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+"""Of vLLM, in tokens."""
 
 
 @dataclass
@@ -75,28 +84,34 @@ def run(settings: "BenchSettings") -> dict:
     if settings.batched > 1:
         ways[f"transformers, {settings.batched} at once"] = settings.batched
     seconds: dict[str, dict[str, Times]] = {}
-    with settings.load("vllm") as client:
+    with ExitStack() as stack:
+        engines = load_engines(settings, stack)
+        client = engines[VLLM]
         work, said = make_work(client, samples, settings, sampling)
-        fresh = client.engine.reset_prefix_cache
-        seconds[VLLM], _ = measure(
-            client, work, sampling, settings.repeats, VLLM, fresh
-        )
+        measured, _ = measure(engines, work, sampling, settings.repeats)
+        seconds |= measured
         one_by_one = time_all(
-            lambda: [
-                client.chat([c], sampling["reflector"]) for c in work["reflector"]
-            ],
+            {
+                VLLM: lambda: [
+                    client.chat([c], sampling["reflector"]) for c in work["reflector"]
+                ]
+            },
             settings.repeats,
             "vLLM, reflector, one by one",
-            fresh,
-        )
+            client.engine.reset_prefix_cache,
+        )[VLLM]
         ours = top_two(client, work, sampling)
+        if SPECULATIVE in engines:
+            found, counts = count_drafts(engines[SPECULATIVE], work, sampling)
+            parted = compare(ours, found)
+            speculative = counts | {"same_prompts": same_prompts(ours, found)}
+        engines.clear()  # else they would stay in memory
     for name, size in ways.items():
         with settings.load("transformers", batch_size=size) as client:
-            seconds[name], found = measure(
-                client, work, sampling, settings.repeats, name
-            )
+            measured, found = measure({name: client}, work, sampling, settings.repeats)
+            seconds |= measured
             if name == ONE:
-                theirs = found
+                theirs = found[name]
                 for d in compare(ours, theirs):  # once more, for the gaps
                     asked = [work[d.phase][d.index]]
                     theirs[d.phase][d.index : d.index + 1] = client.chat(
@@ -119,17 +134,31 @@ def run(settings: "BenchSettings") -> dict:
             for way, results in seconds.items()
         },
         "sequential_reflection": one_by_one._asdict(),
-        "same_prompts": all(
-            a.prompt_token_ids == b.prompt_token_ids
-            for phase in PHASES
-            for a, b in zip(ours[phase], theirs[phase], strict=True)
-        ),
-        "differences": [asdict(d) | {"tie": d.is_tie} for d in differences],
+        "same_prompts": same_prompts(ours, theirs),
+        "differences": dump(differences),
     }
     show(figures, ways, differences)
+    if settings.speculative_config is not None:
+        figures["speculative"] = speculative | {"differences": dump(parted)}
+        show_speculative(figures, parted)
     if settings.output:
         replace_file(settings.output, json.dumps(figures, indent=1) + "\n")
     return figures
+
+
+def load_engines(settings: "BenchSettings", stack: ExitStack) -> dict[str, LLMClient]:
+    """vLLM, and vLLM with speculative decoding if it is asked for."""
+    if settings.speculative_config is None:
+        return {VLLM: stack.enter_context(settings.load("vllm"))}
+    # Only the engine that starts last is found in the registry of counters. The other
+    # one counts too, so that both have the work of it.
+    counting = settings.engine_args | {"disable_log_stats": False}
+    settings = settings.model_copy(update={"engine_args": counting})
+    plain = settings.model_copy(update={"speculative_config": None})
+    return {
+        VLLM: stack.enter_context(plain.load("vllm")),
+        SPECULATIVE: stack.enter_context(settings.load("vllm")),
+    }
 
 
 def make_work(
@@ -166,39 +195,49 @@ def make_work(
 
 
 def measure(
-    client: LLMClient,
+    clients: dict[str, LLMClient],
     work: Work,
     sampling: dict[Phase, Sampling],
     repeats: int,
-    name: str,
-    fresh: Callable[[], object] = lambda: None,
-) -> tuple[dict[str, Times], dict[Phase, list[Completion]]]:
-    """What each phase takes as one batch, and what was said."""
-    said = {}
+) -> tuple[dict[str, dict[Phase, Times]], dict[str, dict[Phase, list[Completion]]]]:
+    """What each phase takes as one batch, and what was said, by client. They are
+    measured in turns."""
+    said: dict[str, dict] = {name: {} for name in clients}
+    seconds: dict[str, dict] = {name: {} for name in clients}
+    engines = [client.engine for client in clients.values() if client.engine]
 
-    def ask(phase: Phase) -> None:
-        said[phase] = client.chat(work[phase], sampling[phase])
+    def ask(name: str, phase: Phase) -> None:
+        said[name][phase] = clients[name].chat(work[phase], sampling[phase])
 
-    client.chat(work["generator"][:2], sampling["generator"])  # warms up
-    times = {
-        phase: time_all(
-            lambda phase=phase: ask(phase), repeats, f"{name}, {phase}", fresh
-        )
-        for phase in PHASES
-    }
-    return times, said
+    def fresh() -> None:
+        for engine in engines:
+            engine.reset_prefix_cache()
+
+    for client in clients.values():
+        client.chat(work["generator"][:2], sampling["generator"])  # warms up
+    for phase in PHASES:
+        calls = {name: partial(ask, name, phase) for name in clients}
+        described = f"{' and '.join(clients)}, {phase}"
+        for name, times in time_all(calls, repeats, described, fresh).items():
+            seconds[name][phase] = times
+    return seconds, said
 
 
 def time_all(
-    call: Callable[[], object], repeats: int, name: str, fresh: Callable[[], object]
-) -> Times:
-    times = Times([], [])
-    for _ in tqdm(range(repeats), desc=name):
-        fresh()
-        begin, processor = time.perf_counter(), processor_seconds()
-        call()
-        times.wall.append(time.perf_counter() - begin)
-        times.processor.append(processor_seconds() - processor)
+    calls: dict[str, Callable[[], object]],
+    repeats: int,
+    described: str,
+    fresh: Callable[[], object],
+) -> dict[str, Times]:
+    """Of each call, in turns; `fresh` is called before each."""
+    times = {name: Times([], []) for name in calls}
+    for _ in tqdm(range(repeats), desc=described):
+        for name, call in calls.items():
+            fresh()
+            begin, processor = time.perf_counter(), processor_seconds()
+            call()
+            times[name].wall.append(time.perf_counter() - begin)
+            times[name].processor.append(processor_seconds() - processor)
     return times
 
 
@@ -218,7 +257,43 @@ def top_two(
     client: LLMClient, work: Work, sampling: dict[Phase, Sampling]
 ) -> dict[Phase, list[Completion]]:
     """What is said, with the two likeliest tokens of each position."""
-    return {p: client.chat(work[p], sampling[p], top=2) for p in PHASES}
+    return {p: client.chat(work[p], sampling[p], top=2) for p in work}
+
+
+def count_drafts(
+    client: LLMClient, work: Work, sampling: dict[Phase, Sampling]
+) -> tuple[dict[Phase, list[Completion]], dict[str, dict[str, int]]]:
+    """As `top_two`; and how many tokens were drafted and accepted, by phase."""
+    said, counts = {}, {kind: {} for kind in COUNTERS}
+    for phase in PHASES:
+        client.engine.reset_prefix_cache()
+        before = counters(client.engine)
+        said |= top_two(client, {phase: work[phase]}, sampling)
+        for kind, value in counters(client.engine).items():
+            counts[kind][phase] = value - before[kind]
+    for by_phase in counts.values():
+        by_phase["total"] = sum(by_phase.values())
+    return said, counts
+
+
+def counters(engine: Any) -> dict[str, int]:
+    """Tokens so far, drafted and accepted."""
+    found = engine.get_metrics()
+    return {
+        kind: sum(metric.value for metric in found if metric.name == name)
+        for kind, name in COUNTERS.items()
+    }
+
+
+def same_prompts(
+    ours: dict[Phase, list[Completion]], theirs: dict[Phase, list[Completion]]
+) -> bool:
+    """As token ids."""
+    return all(
+        a.prompt_token_ids == b.prompt_token_ids
+        for phase in PHASES
+        for a, b in zip(ours[phase], theirs[phase], strict=True)
+    )
 
 
 def compare(
@@ -256,6 +331,10 @@ def gap(completion: Completion, position: int) -> float | None:
     return first - second
 
 
+def dump(differences: Sequence[Difference]) -> list[dict]:
+    return [asdict(d) | {"tie": d.is_tie} for d in differences]
+
+
 def show(figures: dict, ways: Iterable[str], differences: list[Difference]) -> None:
     for kind in Times._fields:
         console.print(phase_table(figures, ways, kind))
@@ -275,7 +354,28 @@ def show(figures: dict, ways: Iterable[str], differences: list[Difference]) -> N
             *(ratio(times[kind], batched[kind]) for kind in Times._fields),
         )
     console.print(table)
-    show_agreement(figures, differences)
+    show_agreement("transformers", figures, figures["same_prompts"], differences)
+
+
+def show_speculative(figures: dict, differences: list[Difference]) -> None:
+    counts = figures["speculative"]
+    table = new_table(f"{VLLM} without and with speculative decoding, wall seconds", "")
+    for column in ("without", "with", "ratio", "ratio, processor", *COUNTERS, "share"):
+        table.add_column(column, justify="right")
+    for phase in (*PHASES, "total"):
+        ours, theirs = (figures["seconds"][way][phase] for way in (VLLM, SPECULATIVE))
+        drafted, accepted = (counts[kind][phase] for kind in COUNTERS)
+        table.add_row(
+            phase,
+            *(spread(times["wall"]) for times in (ours, theirs)),
+            *(ratio(ours[kind], theirs[kind], 2) for kind in Times._fields),
+            str(drafted),
+            str(accepted),
+            f"{accepted / drafted:.1%}" if drafted else "",
+        )
+    console.print(table)
+    console.print("ratio: how many times as fast it is with it. drafted: tokens.")
+    show_agreement(SPECULATIVE, figures, counts["same_prompts"], differences)
 
 
 def phase_table(figures: dict, ways: Iterable[str], kind: str) -> Table:
@@ -304,20 +404,22 @@ def phase_table(figures: dict, ways: Iterable[str], kind: str) -> Table:
     return table
 
 
-def show_agreement(figures: dict, differences: list[Difference]) -> None:
+def show_agreement(
+    other: str, figures: dict, same_prompts: bool, differences: list[Difference]
+) -> None:
     total = sum(figures["prompts"].values())
-    same = "the same" if figures["same_prompts"] else "NOT the same"
+    same = "the same" if same_prompts else "NOT the same"
     console.print(
-        f"Greedy outputs of {VLLM} and transformers: {total - len(differences)} of "
+        f"Greedy outputs of {VLLM} and {other}: {total - len(differences)} of "
         f"{total} equal; the prompts' token ids are {same}."
     )
     if not differences:
         return
     table = new_table("Where the others part", "phase")
-    for column in ("sample", "token", VLLM, "transformers"):
+    for column in ("sample", "token", VLLM, other):
         table.add_column(column, justify="right")
     table.add_column(f"gap, {VLLM}", justify="right")
-    table.add_column("gap, transformers", justify="right")
+    table.add_column(f"gap, {other}", justify="right")
     table.add_column("")
     for d in differences:
         table.add_row(
@@ -348,5 +450,5 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.2f} ±{half:.2f}"
 
 
-def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
-    return f"{statistics.median(seconds) / statistics.median(base):.1f}×"
+def ratio(seconds: Sequence[float], base: Sequence[float], digits: int = 1) -> str:
+    return f"{statistics.median(seconds) / statistics.median(base):.{digits}f}×"

@@ -8,11 +8,14 @@ A conversation that ends with the assistant's message is continued, not answered
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError
 
 logger = logging.getLogger("ace")
 
@@ -65,6 +68,7 @@ class Completion(NamedTuple):
 
 class _Backend(Protocol):
     model: str
+    identity: dict[str, str | None]
 
     def complete(
         self, conversations: Sequence[Conversation], sampling: Sampling, top: int
@@ -88,6 +92,8 @@ class LLMClient:
             "openai", the served name; the server's only model if None.
         chat_template: a Jinja file for models that have no template of their own.
             (A server has its own: `vllm serve --chat-template`.)
+        system_role: give instructions in the system's turn; if not, at the head of
+            the user's, for models whose chat template has no system role.
         dtype: of the weights in this process.
         engine: more options of `vllm.LLM`, such as `speculative_config`.
         batch_size: conversations that transformers generates at once, padded on the
@@ -106,6 +112,7 @@ class LLMClient:
         model: str | None = None,
         *,
         chat_template: Path = TEMPLATE,
+        system_role: bool = True,
         dtype: str = "float32",
         engine: dict[str, Any] | None = None,
         batch_size: int = 1,
@@ -116,6 +123,7 @@ class LLMClient:
         concurrency: int = 64,
     ):
         self.provider = provider
+        self.system_role = system_role
         self._backend: _Backend
         if provider == "openai":
             self._backend = _OpenAI(
@@ -124,9 +132,9 @@ class LLMClient:
             return
         model = model or str(REFERENCE_MODEL)
         try:
-            template = chat_template.read_text()
-        except OSError as error:
-            raise ClientError(f"--chat-template: {error}") from error
+            template = chat_template.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ClientError(f"--chat-template: {chat_template}: {error}") from error
         if provider == "vllm":
             self._backend = _VLLM(model, template, dtype, engine or {})
         elif provider == "transformers":
@@ -138,6 +146,13 @@ class LLMClient:
     def model(self) -> str:
         """Folder, hub name or served name."""
         return self._backend.model
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What is the same for clients that ask the same model in the same way: the
+        folder or hub name of `model`, or the served name where a server does not tell
+        it, and the hash of the `chat_template`, None where a server has it."""
+        return self._backend.identity
 
     @property
     def engine(self) -> Any:
@@ -166,6 +181,8 @@ class LLMClient:
             ClientError: refused; says why.
             ServerGone: no good answer for `patience` seconds.
         """
+        if not self.system_role:
+            conversations = [*map(_without_system, conversations)]
         return self._backend.complete(conversations, sampling, top)
 
     def chat(
@@ -193,6 +210,35 @@ def is_continued(conversation: Conversation) -> bool:
     return conversation[-1]["role"] == "assistant"
 
 
+def _without_system(conversation: Conversation) -> Conversation:
+    """With the system's words at the head of the user's."""
+    if [message["role"] for message in conversation[:2]] != ["system", "user"]:
+        return conversation
+    system, user, *others = conversation
+    content = f"{system['content']}\n\n{user['content']}"
+    return [{"role": "user", "content": content}, *others]
+
+
+def _identity(model: str, template: Any) -> dict[str, str | None]:
+    """Of `LLMClient.identity`. A template is a text, or for some models several."""
+    digest = sha256(str(template).encode()).hexdigest()
+    return {"model": _absolute(model), "chat_template": digest}
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _refused(asked: str, reason: Any) -> ClientError:
+    """Names the option that helps where a chat template does not take a role."""
+    told = f"{asked}: {reason}"
+    if "continue_final_message" in told:
+        told += " (--no-prefill gives no beginnings of answers)"
+    elif "role" in told.lower():
+        told += " (--no-system-role puts the instructions into the user's turn)"
+    return ClientError(told)
+
+
 class _VLLM:
     """`vllm.LLM`: the whole batch is under way at once."""
 
@@ -206,6 +252,7 @@ class _VLLM:
             raise ClientError(f"vLLM cannot load {model!r}: {error}") from error
         own = getattr(self.llm.get_tokenizer(), "chat_template", None)
         self.template = None if own else template
+        self.identity = _identity(model, own or template)
 
     def complete(self, conversations, sampling, top):
         from vllm import SamplingParams
@@ -240,8 +287,8 @@ class _VLLM:
                         index = waiting.pop(output.request_id)
                         yield index, self._completion(output)
         except (ValueError, VLLMValidationError) as error:
-            # Too long, or a setting that does not fit.
-            raise ClientError(f"{self.model}: {error}") from error
+            # Too long, a setting that does not fit, or the chat template refuses.
+            raise _refused(self.model, error) from error
         finally:
             if waiting:
                 engine.abort_request([*waiting])
@@ -288,6 +335,7 @@ class _Transformers:
             self.network.to("cuda")
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = template
+        self.identity = _identity(model, self.tokenizer.chat_template)
         ends = self.network.generation_config.eos_token_id
         if ends is None:
             ends = self.tokenizer.eos_token_id
@@ -296,21 +344,28 @@ class _Transformers:
             self.tokenizer.pad_token_id = self.ends[0] if self.ends else 0
 
     def complete(self, conversations, sampling, top):
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt=not is_continued(conversation),
-                continue_final_message=is_continued(conversation),
-                return_dict=False,
-            )
-            for conversation in conversations
-        ]
-        room = self.network.config.max_position_embeddings - sampling.max_tokens
+        from jinja2 import TemplateError
+
+        try:
+            prompts = [
+                self.tokenizer.apply_chat_template(
+                    conversation,
+                    add_generation_prompt=not is_continued(conversation),
+                    continue_final_message=is_continued(conversation),
+                    return_dict=False,
+                )
+                for conversation in conversations
+            ]
+        except (TemplateError, ValueError) as error:
+            raise _refused(f"{self.model}: the chat template", error) from error
+        config = self.network.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None)  # None: no bound
         longest = max(map(len, prompts), default=0)
-        if longest > room:
+        if context is not None and longest > context - sampling.max_tokens:
             raise ClientError(
                 f"{self.model}: a prompt has {longest} tokens; with "
-                f"{sampling.max_tokens} to generate, at most {room} fit its context"
+                f"{sampling.max_tokens} to generate, at most "
+                f"{context - sampling.max_tokens} fit its context"
             )
         for begin in range(0, len(prompts), self.batch_size):
             batch = prompts[begin : begin + self.batch_size]
@@ -405,7 +460,11 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 
 
 class _Passing(Exception):
-    """A failure that may pass: try again."""
+    """A failure that may pass: try again, in `wait` seconds at the earliest."""
+
+    def __init__(self, told: str, wait: float = 0.0):
+        super().__init__(told)
+        self.wait = wait
 
 
 class _Malformed(_Passing):
@@ -427,11 +486,14 @@ class _OpenAI:
         import httpx
         import openai
 
-        if not base_url.startswith(("http://", "https://")):
+        try:
+            TypeAdapter(HttpUrl).validate_python(base_url)
+        except ValidationError as error:
             raise ClientError(
-                f"base_url must start with http:// or https://: {base_url}"
-            )
-        self.url = base_url.rstrip("/").removesuffix("/v1") + "/v1"
+                f"--base-url is like http://localhost:8000/v1, not {base_url!r}: "
+                f"{error.errors()[0]['msg']}"
+            ) from error
+        self.url = base_url.strip().rstrip("/").removesuffix("/v1") + "/v1"
         self.patience = patience
         self.retries = 0
         self._openai = openai
@@ -445,17 +507,21 @@ class _OpenAI:
             timeout=httpx.Timeout(timeout, connect=10),
         )
         try:
-            self.model, self.is_vllm = self._runner.run(
+            self.model, self.is_vllm, served = self._runner.run(
                 self._patiently(self._find, model)
             )
         except BaseException:
             self.close()
             raise
+        self.identity = {"model": served, "chat_template": None}
 
-    async def _find(self, wanted: str | None) -> tuple[str, bool]:
+    async def _find(self, wanted: str | None) -> tuple[str, bool, str]:
+        """Served name, whether vLLM serves it, and the folder or hub name, which vLLM's
+        servers tell; of others the served name again."""
         try:
             page = await self._client.models.list()
             owners = {card.id: card.owned_by for card in page.data}
+            roots = {card.id: getattr(card, "root", None) for card in page.data}
         except (AttributeError, TypeError) as error:
             raise _Malformed(f"no list of models: {error}") from error
         if wanted is None:
@@ -466,7 +532,9 @@ class _OpenAI:
             raise ClientError(
                 f"{self.url} does not serve {wanted!r}, but {sorted(owners)}"
             )
-        return wanted, owners[wanted] == "vllm"
+        root = roots[wanted]
+        served = _absolute(root) if isinstance(root, str) else wanted
+        return wanted, owners[wanted] == "vllm", served
 
     def complete(self, conversations, sampling, top):
         if not self.is_vllm and any(map(is_continued, conversations)):
@@ -546,6 +614,8 @@ class _OpenAI:
         try:
             (choice,) = answer.choices
             text, reason = choice.message.content, choice.finish_reason
+            if text is None:  # it thought until the tokens were used up
+                text = ""
             if not isinstance(text, str) or not isinstance(reason, str):
                 raise _Malformed("a choice without text or reason to end")
             likeliest = None
@@ -571,7 +641,8 @@ class _OpenAI:
             raise _Malformed(f"no chat completion: {str(answer)[:100]!r}") from error
 
     async def _patiently(self, call, *args) -> Any:
-        """Calls until there is a good answer, ever less often, for `patience` seconds.
+        """Calls until there is a good answer, ever less often and not before the server
+        wants to be asked again, for `patience` seconds.
 
         Raises:
             ClientError: a refusal, or `MALFORMED_ATTEMPTS` malformed answers.
@@ -580,16 +651,21 @@ class _OpenAI:
         from tenacity import (
             AsyncRetrying,
             retry_if_exception_type,
-            stop_after_delay,
             wait_exponential_jitter,
         )
 
         malformed = 0
+        pause = wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
 
-        def wrong_server(state) -> bool:
+        def wait(state) -> float:
+            return state.outcome.exception().wait + pause(state)
+
+        def stop(state) -> bool:
             nonlocal malformed
-            malformed += isinstance(state.outcome.exception(), _Malformed)
-            return malformed >= MALFORMED_ATTEMPTS
+            failure = state.outcome.exception()
+            malformed += isinstance(failure, _Malformed)
+            left = self.patience - state.seconds_since_start
+            return malformed >= MALFORMED_ATTEMPTS or left <= failure.wait
 
         def report(state) -> None:
             self.retries += 1
@@ -602,8 +678,8 @@ class _OpenAI:
 
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Passing),
-            wait=wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2),
-            stop=stop_after_delay(self.patience) | wrong_server,
+            wait=wait,
+            stop=stop,
             before_sleep=report,
             reraise=True,
         )
@@ -615,6 +691,11 @@ class _OpenAI:
                 f"({failure}). Is base_url right?"
             ) from failure
         except _Passing as failure:
+            if failure.wait:
+                raise ServerGone(
+                    f"{self.url}: {failure}. It wants {failure.wait:.0f} s of pause, "
+                    f"which is more than is left of --patience {self.patience:g}"
+                ) from failure
             raise ServerGone(
                 f"{self.url}: no good answer for {self.patience:g} s ({failure}). Is "
                 "`vllm serve` running?"
@@ -632,8 +713,9 @@ class _OpenAI:
         except openai.APIStatusError as error:
             told = f"{error.status_code}: {error.message[:300]}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
-                raise _Passing(told) from error
-            raise ClientError(f"{self.url} refuses: {told}") from error
+                wait = _retry_after(error.response.headers)
+                raise _Passing(told, wait) from error
+            raise _refused(f"{self.url} refuses", told) from error
         except (openai.APIError, ValueError) as error:
             raise _Malformed(f"{type(error).__name__}: {error}"[:300]) from error
 
@@ -642,3 +724,15 @@ class _OpenAI:
             self._runner.run(self._client.close())
         finally:
             self._runner.close()
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds, from now, that the server wants before it is asked again; 0 if it does
+    not say (RFC 9110, section 10.2.3: a number of seconds, or a date)."""
+    value = headers.get("retry-after", "").strip()
+    if value.replace(".", "", 1).isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0

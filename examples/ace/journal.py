@@ -3,7 +3,8 @@
 
 JSON lines. The first says which run it is; each other holds one completion. All else
 follows from these, so a run that goes on takes the same steps again without asking,
-up to where it was stopped. A line that was cut short is dropped.
+up to where it was stopped. A line that was cut short is dropped. A file that is none of
+ours is left as it is.
 """
 
 import fcntl
@@ -28,32 +29,25 @@ class Reply(NamedTuple):
 class Journal:
     """Appends completions; finds those that are there.
 
-    Use as a context manager, which keeps other processes off the file.
-
-    Args:
-        identity: what must be the same for a run to go on.
-        restart: throw away what the file holds.
+    Use as a context manager, which keeps other processes off the file and changes
+    nothing in it; then `begin`.
     """
 
-    def __init__(self, path: Path, identity: dict, restart: bool = False):
+    def __init__(self, path: Path):
         self.path = path
-        self.restart = restart
-        self.identity = identity
         self._replies: dict[tuple[int, str, int], tuple[str, Reply]] = {}
 
     def __enter__(self) -> Self:
-        self._file = self.path.open("a+b")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+b")
+        except OSError as error:
+            raise JournalError(f"--output: {error}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self.restart:
-                self._file.truncate(0)
-            self._read()
         except BlockingIOError as error:
             self._file.close()
             raise JournalError(f"Another run uses {self.path}.") from error
-        except BaseException:
-            self._file.close()
-            raise
         return self
 
     def __exit__(self, *_) -> None:
@@ -61,6 +55,29 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._replies)
+
+    def begin(self, identity: dict, restart: bool = False) -> None:
+        """Reads the file, or begins it.
+
+        Args:
+            identity: what must be the same for a run to go on. None for what is not
+                known, which is the same as anything.
+            restart: throw away what the file holds.
+
+        Raises:
+            JournalError: it holds another run, or is no file of a run.
+        """
+        self._file.seek(0)
+        content = b"" if restart else self._file.read()
+        header = _line(identity)
+        if not content.endswith(b"\n") and header.startswith(content):
+            # New, thrown away, or stopped within the first line.
+            self._file.truncate(0)
+            self._write(header)
+            return
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read(whole, identity)
+        self._file.truncate(len(whole))
 
     def find(
         self, number: int, phase: str, index: int, conversation: Conversation
@@ -97,42 +114,44 @@ class Journal:
         )
         digest = _digest(conversation)
         line = {"round": number, "phase": phase, "index": index, "prompt": digest}
-        self._write(line | reply._asdict())
+        self._write(_line(line | reply._asdict()))
         self._replies[number, phase, index] = digest, reply
         return reply
 
-    def _read(self) -> None:
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content[: content.rfind(b"\n") + 1]
+    def _read(self, content: bytes, identity: dict) -> None:
         try:
-            header, *lines = map(json.loads, whole.splitlines() or [b"null"])
-            if header is None:
-                self._file.truncate(0)
-                self._write(self.identity)
-                return
+            header, *lines = map(json.loads, content.splitlines() or [b""])
             theirs = dict(header)
             for line in lines:
                 key = line["round"], line["phase"], line["index"]
                 values = {name: line[name] for name in Reply._fields}
                 self._replies[key] = line["prompt"], Reply(**values)
         except (ValueError, LookupError, TypeError) as error:
-            raise JournalError(f"{self.path} is no file of a run: {error}") from error
-        names = [n for n in {**theirs, **self.identity}
-                 if theirs.get(n) != self.identity.get(n)]  # fmt: skip
+            raise JournalError(
+                f"{self.path} is no file of a run ({error}). Choose another --output."
+            ) from error
+        names = []
+        for name in {**theirs, **identity}:
+            pair = theirs.get(name, ...), identity.get(name, ...)
+            known = None not in pair or ... in pair
+            if known and pair[0] != pair[1]:
+                names.append(name)
         if names:
             raise JournalError(
                 f"{self.path} is of another run: it differs in {', '.join(names)}. "
                 f"{_ADVICE}"
             )
-        self._file.truncate(len(whole))
 
-    def _write(self, line: dict) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
+    def _write(self, line: bytes) -> None:
+        self._file.write(line)
         self._file.flush()
 
 
 _ADVICE = "Choose another --output, or throw it away with --restart."
+
+
+def _line(content: dict) -> bytes:
+    return json.dumps(content).encode() + b"\n"
 
 
 def _digest(conversation: Conversation) -> str:

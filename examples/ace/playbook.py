@@ -156,7 +156,7 @@ class Playbook(BaseModel):
     def load(cls, path: Path) -> Self:
         """Raises: PlaybookError."""
         try:
-            return cls.model_validate_json(path.read_text())
+            return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
             raise PlaybookError(f"{path} is no playbook: {error}") from error
 
@@ -167,7 +167,7 @@ class Playbook(BaseModel):
 def replace_file(path: Path, text: str) -> None:
     """Puts a file in place of another at once: whoever reads finds one of the two."""
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -45,7 +45,7 @@ class Judgement(BaseModel):
 def load_samples(path: Path) -> list[Sample]:
     """Raises: SampleError."""
     try:
-        samples = TypeAdapter(list[Sample]).validate_json(path.read_text())
+        samples = TypeAdapter(list[Sample]).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise SampleError(f"--samples: {path}: {error}") from error
     if not any(sample.split == "train" for sample in samples):

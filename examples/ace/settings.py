@@ -41,6 +41,11 @@ class Common(BaseSettings):
     chat_template: Path = Field(
         TEMPLATE, description="for models that have no template of their own"
     )
+    system_role: bool = Field(
+        True,
+        description="give instructions in the system's turn; off: in the user's, for "
+        "models whose chat template has no system role",
+    )
     prefill: bool = Field(
         True,
         description="give the model the beginning of each answer, as weak and base "
@@ -112,6 +117,7 @@ class Common(BaseSettings):
             provider,
             self.model,
             chat_template=self.chat_template,
+            system_role=self.system_role,
             dtype=self.dtype,
             engine=engine | self.engine_args,
             **options,
@@ -153,6 +159,7 @@ class RunSettings(Common):
         return LLMClient(
             "openai",
             self.model,
+            system_role=self.system_role,
             base_url=self.base_url,
             api_key=self.api_key.get_secret_value(),
             timeout=self.timeout,
@@ -161,14 +168,14 @@ class RunSettings(Common):
         )
 
     def identity(self, samples: list[prompts.Sample], start: Playbook) -> dict:
-        """What must be the same for a run to go on. Not the provider, nor how many
-        rounds."""
+        """What must be the same for a run to go on, beside the client's identity. Not
+        the provider, nor how many rounds."""
         options = self.options().model_dump(
             mode="json", exclude={"rounds", "stop_after"}
         )
         given = prompts.digest(samples)
         return {
-            "model": self.model,
+            "system_role": self.system_role,
             "samples": hashlib.sha256(given.encode()).hexdigest(),
             "playbook": start.model_dump(mode="json"),
             **options,

@@ -81,15 +81,23 @@ def test_prompt_logprobs_are_filled_in(serve, llama):
     assert got == output.target_logprobs.logprobs[:, 0].tolist()
 
 
-def test_n_sequences(serve, llama):
+@pytest.mark.parametrize("kind", ["FINAL_ONLY", "DELTA", "CUMULATIVE"])
+def test_n_sequences(serve, llama, kind):
+    from vllm.sampling_params import RequestOutputKind
+
     ids = random_ids(2, VOCABULARY, 70)
 
     async def use(llm):
-        # No seed: upstream's V1 on a CPU dies of one in a chunked prefill.
-        sampling = params(2, n=3, temperature=1.0)
-        return await last_output(llm, prompt(ids, ids[1:]), sampling, "n")
+        sampling = params(2, n=3, temperature=1.0, seed=7)
+        sampling.output_kind = RequestOutputKind[kind]
+        return [out async for out in llm.generate(prompt(ids, ids[1:]), sampling, kind)]
 
-    assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])
+    outputs = serve(use)
+    assert outputs[-1].finished
+    scores = [out.target_logprobs for out in outputs if out.target_logprobs is not None]
+    assert_scores(scores[0], llama, ids, ids[1:])
+    if kind != "DELTA":
+        assert_scores(outputs[-1].target_logprobs, llama, ids, ids[1:])
 
 
 def test_a_cancelled_request_leaves_the_engine_serving(serve, llama):

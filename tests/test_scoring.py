@@ -140,8 +140,8 @@ def test_logprobs_mode_changes_the_values_alone(engine, llm, llama, mode):
 
 
 def test_a_large_vocabulary_is_scored_in_pieces(engine, oracle):
-    """Four requests of 230 rows in one step, at 40,001 words: 147 MB of logits, which
-    the product works through in buffers of 32 MiB."""
+    """Four requests of 230 rows in one step, at 40,001 words: 147 MB of logits, of which
+    at most 96 MiB exist at once."""
     vocabulary = CONFIGS["wide"].vocab_size
     prompts = [random_ids(n, vocabulary, 231) for n in range(4)]
     targets = [
@@ -163,6 +163,19 @@ def test_chunked_prefill_gives_the_same_scores(engine, llm, llama, budget):
         assert_scores(output.target_logprobs, llama, p, t)
 
 
+def test_a_seeds_tokens_do_not_depend_on_the_chunks(engine, llm, llama):
+    """What unfinished prefills sample is discarded, and draws nothing."""
+    chunked = engine("llama", max_num_batched_tokens=33, max_num_seqs=4)
+    prompts = [random_ids(n, VOCABULARY, n) for n in (20, 90, 200)]
+    requests = [prompt(p, p[-9:]) for p in prompts]
+    sampling = params(6, temperature=1.0, seed=7)
+    for p, ours, whole in zip(
+        prompts, run(chunked, requests, sampling), run(llm, requests, sampling)
+    ):
+        assert ours.outputs[0].token_ids == whole.outputs[0].token_ids
+        assert_scores(ours.target_logprobs, llama, p, p[-9:])
+
+
 def test_repeating_a_prompt_repeats_its_scores(llm, llama):
     """The second and third time, the prefix cache holds the whole prompt."""
     ids = random_ids(5, VOCABULARY, 200)
@@ -180,11 +193,32 @@ def test_max_tokens_0_generates_nothing(llm, llama):
     assert_scores(output.target_logprobs, llama, PROMPT, PROMPT[1:])
 
 
-def test_n_sequences_come_with_the_scores(llm, llama):
-    sampling = params(3, n=2, temperature=1.0, seed=7)
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_n_sequences_come_with_the_scores(llm, llama, max_tokens, seed):
+    sampling = params(max_tokens, n=3, temperature=1.0, seed=seed, prompt_logprobs=0)
     (output,) = run(llm, [prompt(PROMPT, PROMPT[1:])], sampling)
-    assert [len(completion.token_ids) for completion in output.outputs] == [3, 3]
+    assert [len(one.token_ids) for one in output.outputs] == [max_tokens] * 3
     assert_scores(output.target_logprobs, llama, PROMPT, PROMPT[1:])
+    named = [row and [*row] for row in output.prompt_logprobs]
+    assert named == [None, *([token] for token in PROMPT[1:])]
+    assert 0 <= output.num_cached_tokens < len(PROMPT)
+
+
+def test_n_sequences_are_scored_once(llm, monkeypatch):
+    """Counts the rows of logits that are scored."""
+    from vllm.v1.worker import target_logprobs
+
+    rows = []
+    score_targets = target_logprobs.score_targets
+    monkeypatch.setattr(
+        target_logprobs,
+        "score_targets",
+        lambda logits, *args: rows.append(len(logits)) or score_targets(logits, *args),
+    )
+    sampling = params(2, n=4, temperature=1.0)
+    run(llm, [prompt(PROMPT, PROMPT[1:])], sampling)
+    assert sum(rows) == len(PROMPT) - 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -60,9 +60,6 @@ def test_adapters_apply_to_their_own_rows(engine, oracle, folders):
         "llama",
         enable_lora=True,
         max_lora_rank=RANK,
-        # Two slots for one adapter: on a CPU upstream gives requests without an
-        # adapter whatever the last slot holds, here nothing.
-        max_loras=2,
         max_num_batched_tokens=48,
     )
     oracles = (oracle("llama"), Oracle(merged))

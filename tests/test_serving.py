@@ -564,6 +564,24 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
     ("input_tokens", {"prompt": [5] * 5000}),  # upstream's name for a long prompt
     ("temperature", {"temperature": float("nan")}),
     ("n", {"n": "x"}),
+    ("n", {"n": 0}),
+    ("n", {"n": 2, "temperature": 0}),
+    # Each choice would repeat the scores.
+    (
+        "n",
+        {
+            "prompt": LONG,
+            "target_token_ids": [[5] * MAX_LOGPROBS] * (len(LONG) - 1),
+            "n": 2**24 // (MAX_LOGPROBS * (len(LONG) - 1)) + 1,
+        },
+    ),
+    ("top_k", {"top_k": -5}),
+    ("min_p", {"min_p": 2}),
+    ("min_tokens", {"min_tokens": 1}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("stop", {"stop": [""]}),
+    ("seed", {"seed": "x"}),
 ]
 BAD_TEXTS: list[tuple[str, dict[str, object]]] = [
     *(
@@ -621,6 +639,13 @@ BAD_GENERATE: list[tuple[str, dict[str, object]]] = [
     (
         "target_token_ids",
         {"sampling_params": {"prompt_logprob_token_ids": [[5]] * (len(SHORT) - 1)}},
+    ),
+    *(
+        (name, {"sampling_params": {"max_tokens": 0, name: value}})
+        for name, value in (
+            *(("n", 0), ("n", 10**6), ("n", 9)),  # more than --max-num-seqs
+            *(("top_k", -5), ("min_p", 2), ("min_tokens", 1), ("stop", [""])),
+        )
     ),
 ]
 VALID = {
@@ -798,7 +823,8 @@ class Clients:
                 self.wrong.append(f"{number} {kind}: {error!r:.500}")
 
     def ordinary(self, prompt: list[int], **fields) -> dict:
-        return dict(model=MODEL, prompt=prompt, max_tokens=4, temperature=0) | fields
+        sampling = dict(max_tokens=4, temperature=1, seed=7)
+        return dict(model=MODEL, prompt=prompt) | sampling | fields
 
     def targets(self, prompt: list[int]) -> list:
         """Random targets, in either form, with unscored ids and empty rows."""
@@ -817,6 +843,7 @@ class Clients:
         return {
             "max_tokens": self.rng.choice([0, 0, 1, 5]),
             "n": self.rng.choice([1, 1, 1, 2]),
+            "seed": self.rng.choice([None, 5]),
         }
 
     async def send(self, session, path: str, body: dict | bytes) -> tuple[int, dict]:
@@ -916,7 +943,7 @@ class Clients:
 
     async def go_away(self, session) -> None:
         prompt = self.rng.choice(self.prompts[:-2])
-        fields = dict(max_tokens=50, n=2, temperature=1, ignore_eos=True)
+        fields = dict(max_tokens=50, n=2, ignore_eos=True)
         body = self.ordinary(prompt, target_token_ids=self.targets(prompt), **fields)
         try:
             async with asyncio.timeout(self.rng.uniform(0, 0.2)):

@@ -89,7 +89,7 @@ def way(llm, name: str):
     elif name == EAGER:
         eager(llm, True)
     elif name == PROBES:
-        router.policy, loop.translators = calibration(llm)
+        router.policy, loop.translators = calibration(llm, loop)
     elif name == BUCKETS:
         config.schedule = BUCKETS
     elif name == FALLBACK:
@@ -115,7 +115,7 @@ def eager(llm, on: bool) -> None:
 
 
 @functools.cache
-def calibration(llm):
+def calibration(llm, loop):
     """Probes, as a policy, and translators, of random weights and the widths that
     `examples/utio_calibrate.py` gives them."""
     import torch
@@ -128,10 +128,10 @@ def calibration(llm):
         cutoff: Probe(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
     }
     shapes = (1024, 1024), (1024,), (1024, 1024), (1024,), (1024, 1024)
-    translators = {
-        cutoff: Translator(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
-    }
-    return policy, translators
+    loop.set_translators(
+        {cutoff: Translator(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]}
+    )
+    return policy, loop.translators
 
 
 def runner(llm):
@@ -247,9 +247,9 @@ class CostModel:
         states = torch.randn(size, 1024, dtype=getattr(torch, DTYPE))
         for _ in range(3):
             for layer in runner(llm).model.model.layers:
-                part = layer.self_attn.qkv_proj.quant_method.keys_values
+                project = layer.self_attn.qkv_proj.quant_method.keys_values
                 start = time.perf_counter()
-                part.cpu_linear(states, part.weight, part.bias)
+                project(states)
                 spans.append(time.perf_counter() - start)
         return np.median(spans)
 

@@ -4,24 +4,46 @@
 The oracle knows the whole vocabulary, and finds alpha with a minimizer.
 """
 
+import asyncio
 import json
 import math
+import os
 import sys
+import time
 from collections import deque
+from contextlib import contextmanager
+from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from scipy import stats
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, logsumexp, softmax
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from dual_vllm import CoordinatorConfig, DualVLLMCoordinator, tilted
-from dual_vllm.coordinator import GenerationOutput, Sample
+from dual_vllm import (
+    CoordinatorConfig,
+    DualVLLMCoordinator,
+    ServerError,
+    ServerUnavailable,
+    tilted,
+)
+from dual_vllm import __main__ as program
+from dual_vllm.coordinator import LOG_ZERO, GenerationOutput, Sample
 from dual_vllm.journal import Journal, JournalError
-from dual_vllm.server import Answer, TopK
+from dual_vllm.launch import (
+    REFERENCE_MODEL,
+    LaunchError,
+    LocalServer,
+    first_layers,
+    share_cores,
+)
+from dual_vllm.server import Answer, Model, Server, TopK
 
 VOCABULARY = 300
 ROUNDING = 1e-5
@@ -75,6 +97,26 @@ def test_alpha_balances_the_divergences(seed):
 def test_alpha_of_equal_models():
     logprobs = np.repeat(make_pair(0)[:1], 2, axis=0)
     assert tilted.solve_alpha(logprobs) == 0.5
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.9, 0.1]],  # nothing in common
+        [[1 - 1e-6, 1e-6, 0.0, 0.0], [0.0, 1e-6, 1 - 1e-6, 0.0]],
+        [[0.97, 0.01, 0.01, 0.01], [0.97, 0.01, 0.01 + 1e-9, 0.01 - 1e-9]],
+    ],
+    ids=["apart", "nearly apart", "nearly the same"],
+)
+def test_alpha_of_extremes(logprobs):
+    with np.errstate(divide="ignore"):
+        known = tilted.with_rest(np.maximum(np.log(logprobs), LOG_ZERO))
+    alpha = tilted.solve_alpha(known)
+    q = tilted.tilt(known, alpha)[0]
+    assert 0 <= alpha <= 1
+    assert abs(q @ (known[1] - known[0])) < 1e-6
+    bound = tilted.bounds(known, alpha)
+    assert 0 <= bound.total_variation <= 1 and 0 <= bound.kl < math.inf
 
 
 @pytest.mark.parametrize("k", [1, 5, 20, 100])
@@ -258,6 +300,9 @@ def test_wrong_settings_are_named(settings, name):
         CoordinatorConfig(url_a="http://a", url_b="http://b", **settings)
 
 
+MODELS = [Model("a", "/models/a", 100), Model("b", "/models/b", 100)]
+
+
 @pytest.fixture
 def journal_path(tmp_path) -> Path:
     """A journal of two samples, one finished after two tokens."""
@@ -265,7 +310,7 @@ def journal_path(tmp_path) -> Path:
     dual = offline(top_k=20)
     samples = make_samples()
     with Journal(path) as journal:
-        assert len(journal.resume({"seed": 0}, samples)) == 2
+        assert len(journal.resume({"seed": 0}, MODELS, samples)) == 2
         for sample, count in zip(samples, (2, 1)):
             journal.append([draw_step(dual, sample) for _ in range(count)])
     return path
@@ -291,7 +336,8 @@ def draw_step(dual: Offline, sample: Sample):
 def test_journal_goes_on(journal_path):
     samples = make_samples()
     with Journal(journal_path) as journal:
-        assert journal.resume({"seed": 0}, samples) == deque(samples[1:])
+        again = [model._replace(max_model_len=200) for model in MODELS]
+        assert journal.resume({"seed": 0}, again, samples) == deque(samples[1:])
     assert [len(s.output.token_ids) for s in samples] == [2, 1]
     assert [s.output.finish_reason for s in samples] == ["length", None]
     assert samples[0].output.diagnostics[0].entropy_a == 1.5
@@ -303,7 +349,7 @@ def test_journal_drops_a_line_that_was_cut(journal_path):
         journal_path.write_bytes(whole[:-cut])
         samples = make_samples()
         with Journal(journal_path) as journal:
-            journal.resume({"seed": 0}, samples)
+            journal.resume({"seed": 0}, MODELS, samples)
         assert [len(s.output.token_ids) for s in samples] == [2, 0]
         assert len(journal_path.read_bytes().splitlines()) == 3
 
@@ -317,8 +363,28 @@ def test_journal_of_another_run(journal_path, settings, token, message):
     samples[0].output.prompt_token_ids[1] = token
     before = journal_path.read_bytes()
     with Journal(journal_path) as journal, pytest.raises(JournalError, match=message):
-        journal.resume(settings, samples)
+        journal.resume(settings, MODELS, samples)
     assert journal_path.read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"name": "c"}, {"root": "/models/c"}], ids=str)
+def test_journal_of_another_model(journal_path, change):
+    before = journal_path.read_bytes()
+    models = [MODELS[0], MODELS[1]._replace(**change)]
+    message = "other models"
+    with Journal(journal_path) as journal, pytest.raises(JournalError, match=message):
+        journal.resume({"seed": 0}, models, make_samples())
+    assert journal_path.read_bytes() == before
+
+
+def test_journal_whose_header_was_cut(journal_path):
+    """Nothing was drawn then, so it is written again."""
+    header = journal_path.read_bytes().splitlines(keepends=True)[0]
+    for cut in (0, 10, len(header) - 1):
+        journal_path.write_bytes(header[:cut])
+        with Journal(journal_path) as journal:
+            assert len(journal.resume({"seed": 0}, MODELS, make_samples())) == 2
+        assert journal_path.read_bytes() == header
 
 
 def test_journal_in_use(journal_path):
@@ -326,10 +392,202 @@ def test_journal_in_use(journal_path):
         Journal(journal_path).__enter__()
 
 
-@pytest.mark.parametrize("content", ["no json\n", json.dumps({"a": 1}) + "\n", "5\n"])
+@pytest.mark.parametrize(
+    "content",
+    ["no json\n", '{"a": 1}\n', "5\n", '{"a": 1}', "{}\nand a line without end", "\n"],
+)
 def test_no_journal(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_text(content)
     with Journal(path) as journal, pytest.raises(JournalError):
-        journal.resume({"seed": 0}, make_samples())
+        journal.resume({"seed": 0}, MODELS, make_samples())
     assert path.read_text() == content
+
+
+class Http:
+    """A server on the loopback that gives these responses in turn, the last one for
+    ever; each is body, status, headers."""
+
+    def __init__(self, *responses: tuple[bytes, int, dict]):
+        self.responses = deque(responses)
+        self.asked: list[float] = []  # seconds
+
+    async def _handle(self, _) -> web.Response:
+        self.asked.append(time.monotonic())
+        body, status, headers = self.responses[0]
+        if len(self.responses) > 1:
+            self.responses.popleft()
+        kind = {"Content-Type": "application/json"}
+        return web.Response(body=body, status=status, headers=kind | headers)
+
+    def connect(self, **options) -> Model:
+        return connect(self._handle, **options)
+
+
+def connect(handler, **options) -> Model:
+    """What a `Server` makes of a server with this handler."""
+
+    async def run():
+        app = web.Application()
+        app.router.add_get("/v1/models", handler)
+        async with TestServer(app) as http:
+            server = Server(str(http.make_url("/")), **options)
+            try:
+                return await server.connect()
+            finally:
+                await server.close()
+
+    return asyncio.run(run())
+
+
+CARDS = b'{"data": [{"id": "a", "root": "/a", "max_model_len": 9}]}'
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after(form):
+    value = "1" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)
+    http = Http((b"", 429, {"Retry-After": value}), (CARDS, 200, {}))
+    assert http.connect(patience=60) == Model("a", "/a", 9)
+    first, second = http.asked
+    assert second - first > 0.9  # a date has no fractions of a second
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-3", "Mon, 01 Jan 2001 00:00:00 GMT"])
+def test_retry_after_that_says_nothing(value):
+    http = Http((b"", 503, {"Retry-After": value}), (CARDS, 200, {}))
+    assert http.connect(patience=60) == Model("a", "/a", 9)
+
+
+def test_retry_after_longer_than_patience():
+    http = Http((b"busy", 429, {"Retry-After": "3600"}))
+    with pytest.raises(ServerUnavailable, match="429 on /v1/models: busy"):
+        http.connect(patience=0.5)
+    assert len(http.asked) == 2
+
+
+def test_timeout_is_for_the_whole_answer():
+    async def drip(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(ServerUnavailable, match="TimeoutError"):
+        connect(drip, timeout=0.5, patience=0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"data": []}', "serves no model"),
+        (b'{"data": [{"id": "a"}]}', "no vLLM server"),
+    ],
+)
+def test_no_model(body, message):
+    with pytest.raises(ServerError, match=message):
+        Http((body, 200, {})).connect()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b'{"data": [{}]}', {}),
+        (b"[]", {}),
+        (b'{"data": [{"id": "\xff"}]}', {}),
+        (CARDS, {"Content-Encoding": "gzip"}),  # which it is not
+    ],
+)
+def test_broken_answers_are_asked_for_again(body, headers):
+    http = Http((body, 200, headers), (CARDS, 200, {}))
+    assert http.connect(patience=60) == Model("a", "/a", 9)
+    assert len(http.asked) == 2
+
+
+@pytest.mark.parametrize("url", ["http://host:abc", "localhost", "ftp://host", ""])
+def test_no_address(url):
+    async def run():
+        server = Server(url, patience=0.5)
+        try:
+            await server.connect()
+        finally:
+            await server.close()
+
+    with pytest.raises(ServerError, match="is no address"):
+        asyncio.run(run())
+
+
+def test_each_server_has_its_own_cores(monkeypatch, tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    if len(cores) > 1:
+        shares = share_cores(2)
+        assert sorted(shares[0] + shares[1]) == cores
+        assert abs(len(shares[0]) - len(shares[1])) <= 1
+    assert share_cores(len(cores) + 1) == [[]] * (len(cores) + 1)
+    server = LocalServer("nowhere", tmp_path / "log", cores=cores[-1:])
+    server.start()
+    try:
+        assert os.sched_getaffinity(server.process.pid) == {cores[-1]}
+    finally:
+        server.kill()
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    assert share_cores(2) == [[], []]
+
+
+def test_first_layers(model_folder, tmp_path):
+    """At the same place the next time, so that a run can go on."""
+    folder = tmp_path / "part"
+    for layers in (1, 1):
+        assert first_layers(model_folder("llama"), layers, folder) == folder
+        config = json.loads((folder / "config.json").read_text())
+        assert config["num_hidden_layers"] == layers
+    assert [path.name for path in tmp_path.iterdir()] == ["part"]
+
+
+@pytest.mark.parametrize(("family", "name"), [("opt", "OPT"), ("llama", "Llama")])
+def test_no_first_layers(model_folder, tmp_path, family, name):
+    """They are elsewhere, or there are no more."""
+    with pytest.raises(LaunchError, match=f"--model-b: .*{name}"):
+        first_layers(
+            model_folder(family), 1 if name == "OPT" else 20, tmp_path / "part"
+        )
+
+
+def test_started_models_keep_their_names(tmp_path, monkeypatch):
+    """From one run to the next, wherever it is started."""
+    started = []
+
+    @contextmanager
+    def servers(models, logs, arguments):
+        started.append(models)
+        yield [SimpleNamespace(url=f"http://{name}") for name in "ab"]
+
+    monkeypatch.setattr(program, "servers", servers)
+    monkeypatch.setattr(program, "WORK", tmp_path / "work")
+    for folder, model in ((REFERENCE_MODEL.parent, "model"), (tmp_path, None)):
+        monkeypatch.chdir(folder)
+        options = ["--model-a", model] if model else []
+        monkeypatch.setattr(sys, "argv", ["dual_vllm", "sample", *options])
+        with program.addresses(program.parse_args()) as urls:
+            assert urls == ["http://a", "http://b"]
+    assert started[0] == started[1]
+    assert started[0][0] == str(REFERENCE_MODEL)
+    config = json.loads((Path(started[0][1]) / "config.json").read_text())
+    assert config["num_hidden_layers"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--coordinators", "0"], "--coordinators: must be at least 1"),
+        (["--samples", "0"], "--samples: must be at least 1"),
+        (["--stream", "--out", "somewhere"], "--stream"),
+        (["--stream", "--samples", "2"], "--stream"),
+    ],
+)
+def test_wrong_options(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dual_vllm", "sample", *options])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert message in capsys.readouterr().err

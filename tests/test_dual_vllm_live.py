@@ -8,6 +8,7 @@ The servers are V1's. Nothing here depends on the model runner.
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+import psutil
 import pytest
 import runners
 from aiohttp import ClientSession, web
@@ -31,10 +33,13 @@ from dual_vllm import (
     DualVLLMCoordinator,
     ServerError,
     ServerUnavailable,
+    bench,
+    compare,
+    launch,
 )
 from dual_vllm.__main__ import main
 from dual_vllm.compare import HuggingFace, errors
-from dual_vllm.launch import REFERENCE_MODEL, LocalServer, first_layers
+from dual_vllm.launch import REFERENCE_MODEL, first_layers
 
 PROMPTS = ["import numpy as", "def main(", "# The number of", "class"]
 TOKENS = 12
@@ -65,20 +70,24 @@ def servers(tmp_path_factory):
     """Both servers, started side by side."""
     folder = tmp_path_factory.mktemp("dual")
     part = first_layers(REFERENCE_MODEL, 8, folder / "eight-layers")
-    pair = [
-        LocalServer(str(model), folder / f"{name}.log", ARGUMENTS)
-        for name, model in (("a", REFERENCE_MODEL), ("b", part))
-    ]
-    pair[0].folder, pair[1].folder = REFERENCE_MODEL, part
-    try:
-        for server in pair:
-            server.start(runners.environment("v1"))
-        for server in pair:
-            server.wait()
+    models = [str(REFERENCE_MODEL), str(part)]
+    with launch.servers(models, folder, ARGUMENTS) as pair:
+        pair[0].folder, pair[1].folder = models
         yield pair
-    finally:
-        for server in pair:
-            server.stop()
+
+
+def test_each_server_has_its_own_cores(servers):
+    """All its processes and threads, among them vLLM's, which it binds to cores."""
+    if len(os.sched_getaffinity(0)) < 2 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        pytest.skip("no cores to share")
+    used = []
+    for server in servers:
+        main = psutil.Process(server.process.pid)
+        processes = [main, *main.children(recursive=True)]
+        assert len(processes) > 1
+        threads = [thread.id for p in processes for thread in p.threads()]
+        used.append(set.union(*map(os.sched_getaffinity, threads)))
+    assert used[0] and used[1] and not used[0] & used[1]
 
 
 class Proxy:
@@ -211,7 +220,7 @@ def alone(servers):
 def test_against_hugging_face(servers, top_k):
     """Each step against the whole vocabulary."""
     outputs, steps, _ = draw(config(servers, top_k=top_k))
-    hugging_face = HuggingFace(*(str(server.folder) for server in servers))
+    hugging_face = HuggingFace(*(server.folder for server in servers))
     right = [hugging_face.references(output) for output in outputs]
     found = [errors(step, right[step.sample][step.position]) for step in steps]
     assert len(found) == len(PROMPTS) * TOKENS
@@ -235,6 +244,27 @@ def test_against_hugging_face(servers, top_k):
         np.testing.assert_allclose(
             (known.entropy_a, known.entropy_b), entropy, atol=1e-4
         )
+
+
+def test_compare(servers, capsys):
+    models = [server.folder for server in servers]
+    settings = config(servers, max_tokens=2)
+    results = asyncio.run(compare.compare(settings, models, PROMPTS[:2], [20]))
+    assert [len(found) for found in results.values()] == [4]
+    compare.show(results)
+    assert capsys.readouterr().out.count("0 of 4") == 2
+
+
+def test_bench(servers, capsys):
+    text = (EXAMPLES / "dual_vllm" / "coordinator.py").read_text()
+    settings = config(servers, max_tokens=3)
+    results = asyncio.run(bench.bench(settings, text, [2], repeats=1))
+    [speeds] = results.values()
+    for values in speeds:
+        assert len(values) == 1 and values[0] > 0
+    assert speeds.drawing[0] < speeds.overhead[0]
+    bench.show(results)
+    assert "drawing" in capsys.readouterr().out
 
 
 def test_more_candidates_than_the_servers_allow(servers):
@@ -385,7 +415,7 @@ def test_patience_ends(servers, proxy):
 
 
 def test_wrong_servers(servers, model_folder):
-    with pytest.raises(ServerUnavailable, match="ConnectError"):
+    with pytest.raises(ServerUnavailable, match="ClientConnectorError"):
         draw(config(servers, url_b="http://127.0.0.1:9", patience=0.5))
     with pytest.raises(ServerError, match="no address"):
         draw(config(servers, url_b="localhost", patience=0.5))
@@ -471,6 +501,7 @@ def test_a_server_that_is_killed_in_the_middle(servers, whole, tmp_path):
     servers[1].kill()
     before = sum(map(len, drawn(out).values()))
     servers[1].start(runners.environment("v1"))
+    servers[1].wait()  # fails at once if it does not come up
     assert command.wait() == 0, command.log.read_text()
     assert KILL_AFTER <= before < sum(map(len, whole.values()))
     assert drawn(out) == whole
@@ -521,7 +552,7 @@ def drawn(out: Path) -> dict[int, list[int]]:
         (["--prompts", "nowhere", *NOBODY], "nowhere"),
         (
             ["--patience", "0.5", *NOBODY],
-            "http://127.0.0.1:9: no good answer for 0.5 s: ConnectError",
+            "http://127.0.0.1:9: no good answer for 0.5 s: ClientConnectorError",
         ),
     ],
 )

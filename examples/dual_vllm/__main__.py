@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 if not __package__:  # run as a folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -94,19 +93,27 @@ def addresses(args: argparse.Namespace) -> Iterator[list[str]]:
     if args.url_a:
         yield [args.url_a, args.url_b]
         return
-    with TemporaryDirectory() as folder:
-        if args.model_b is None:
-            args.model_b = str(first_layers(args.model_a, 8, Path(folder) / "8-layers"))
-        logs = WORK / f"logs-{os.getpid()}"
-        default = CoordinatorConfig.model_fields["max_candidates"].default
-        limit = f"--max-logprobs={args.max_candidates or default}"
-        print(f"Starting two servers, logs in {logs}", file=sys.stderr)
-        begin = time.monotonic()
-        models = [args.model_a, args.model_b]
-        with servers(models, logs, [*shlex.split(args.serve_args), limit]) as started:
-            seconds = time.monotonic() - begin
-            print(f"Both answer after {seconds:.0f} s", file=sys.stderr)
-            yield [server.url for server in started]
+    # Names that mean the same in the next run too: samples.jsonl holds them.
+    args.model_a = whole_path(args.model_a)
+    if args.model_b is None:
+        folder = WORK / "first-8-layers" / args.model_a.strip("/").replace("/", "--")
+        args.model_b = str(first_layers(args.model_a, 8, folder))
+    args.model_b = whole_path(args.model_b)
+    logs = WORK / f"logs-{os.getpid()}"
+    default = CoordinatorConfig.model_fields["max_candidates"].default
+    limit = f"--max-logprobs={args.max_candidates or default}"
+    print(f"Starting two servers, logs in {logs}", file=sys.stderr)
+    begin = time.monotonic()
+    models = [args.model_a, args.model_b]
+    with servers(models, logs, [*shlex.split(args.serve_args), limit]) as started:
+        seconds = time.monotonic() - begin
+        print(f"Both answer after {seconds:.0f} s", file=sys.stderr)
+        yield [server.url for server in started]
+
+
+def whole_path(model: str) -> str:
+    """Of a folder; a hub name stays as it is."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def run_sample(args: argparse.Namespace, config: CoordinatorConfig) -> None:
@@ -138,7 +145,8 @@ async def sample(
             for _ in range(coordinators)
         ]
         samples = [duals[0].sample(*pair) for pair in enumerate(prompts)]
-        queue = journal.resume(config.model_dump(), samples)
+        models = [server.model for server in duals[0].servers]
+        queue = journal.resume(config.model_dump(), models, samples)
         before = sum(len(s.output.token_ids) for s in samples)
         bar = stack.enter_context(
             tqdm(
@@ -248,24 +256,44 @@ def parse_args() -> argparse.Namespace:
                 help="JSON lines with prompt (text) or prompt_token_ids",
             )
         if name == "sample":
-            group.add_argument("--samples", type=int, default=1, help="of each prompt")
+            group.add_argument(
+                "--samples", type=positive, default=1, help="of each prompt"
+            )
             command.add_argument(
                 "--out", type=Path, help="where the tokens go, as they are drawn"
             )
             command.add_argument(
-                "--coordinators", type=int, default=1, help="side by side"
+                "--coordinators", type=positive, default=1, help="side by side"
             )
             command.add_argument(
-                "--stream", action="store_true", help="show the first prompt's text"
+                "--stream",
+                action="store_true",
+                help="only show the first prompt's text; it is kept nowhere",
             )
         elif name == "compare":
             command.add_argument(
-                "--sizes", type=int, nargs="+", default=[20, 50, 100, 200], metavar="K"
+                "--sizes",
+                type=positive,
+                nargs="+",
+                default=[20, 50, 100, 200],
+                metavar="K",
             )
         else:
-            command.add_argument("--counts", type=int, nargs="+", default=[1, 8, 32])
-            command.add_argument("--repeat", type=int, default=3)
-    return parser.parse_args()
+            command.add_argument(
+                "--counts", type=positive, nargs="+", default=[1, 8, 32], metavar="N"
+            )
+            command.add_argument("--repeat", type=positive, default=3)
+    args = parser.parse_args()
+    if args.run is run_sample and args.stream and (args.out or args.samples > 1):
+        parser.error("--stream shows one sample and keeps none: no --out, no --samples")
+    return args
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

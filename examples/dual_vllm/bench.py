@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens a second of two servers together, beside those of one.
 
-Three things are timed by turns, with the same prompts and numbers of tokens:
+Three things are timed by turns, with the same prompts, which both servers have in their
+prefix caches, and the same numbers of tokens:
 
 - *plain*: one server samples on its own, in one request;
 - *one server*: one server alone is asked what the coordinator asks of each. The two
@@ -9,6 +10,7 @@ Three things are timed by turns, with the same prompts and numbers of tokens:
 - *dual*: the coordinator with both servers.
 """
 
+import asyncio
 import itertools
 import statistics
 import time
@@ -28,7 +30,8 @@ class Speeds(NamedTuple):
     plain: list[float]  # tokens a second
     one_server: list[float]
     dual: list[float]
-    overhead: list[float]  # milliseconds of processor time of the coordinator a token
+    overhead: list[float]  # milliseconds of this process's processor time a token
+    drawing: list[float]  # of these, without requests and answers
     rounds: list[float]  # rounds of requests per token of a sample
 
 
@@ -39,13 +42,16 @@ async def bench(
     results = {}
     for count in counts:
         options = {"batch_size": count, "ignore_eos": True}
-        speeds = Speeds([], [], [], [], [])
+        speeds = Speeds([], [], [], [], [], [])
         for repeat in range(-1, repeats):  # the first one warms up
             seed = {"seed": config.seed + repeat + 1}
             settings = CoordinatorConfig(**config.model_dump() | options | seed)
             async with DualVLLMCoordinator(settings) as dual:
                 prompts = cut(dual.tokenizer.encode(text), count, repeat)
                 tokens = count * settings.max_tokens
+                await asyncio.gather(
+                    *(server.ask(prompts, None, top_k=1) for server in dual.servers)
+                )
                 seconds = {
                     "plain": await plain(dual, prompts),
                     "one_server": await one_server(dual, prompts),
@@ -59,6 +65,7 @@ async def bench(
                     for name, value in seconds.items():
                         getattr(speeds, name).append(tokens / value)
                     speeds.overhead.append(1000 * processor / tokens)
+                    speeds.drawing.append(1000 * dual.drawing / tokens)
                     speeds.rounds.append((dual.rounds - rounds) / settings.max_tokens)
         results[count] = speeds
     return results
@@ -126,8 +133,9 @@ def show(results: dict[int, Speeds]) -> None:
                 f"{dual / statistics.median(speeds.one_server):.2f}",
                 f"{statistics.median(speeds.rounds):.2f}",
                 f"{statistics.median(speeds.overhead):.2f} ms",
+                f"{statistics.median(speeds.drawing):.2f} ms",
             )
         )
     columns = ("prompts", "plain", "one server", "dual", "dual / plain")
-    columns += ("dual / one", "rounds a token", "overhead a token")
+    columns += ("dual / one", "rounds a token", "overhead a token", "drawing")
     report.table("Tokens a second", columns, rows)

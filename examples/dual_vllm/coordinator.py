@@ -22,6 +22,7 @@ and restarts change the time only.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class CoordinatorConfig(BaseModel):
     """Seconds for which a failing server is tried again. A restart of a small model
     takes a minute on a CPU, of a large one much more."""
     timeout: float = Field(60.0, gt=0)
-    """Seconds to wait for one answer."""
+    """Seconds to wait for one answer, from the request to its last byte."""
 
     @model_validator(mode="after")
     def _room_for_both_lists(self) -> Self:
@@ -191,6 +192,8 @@ class DualVLLMCoordinator:
         )
         self.rounds = 0
         """How often both servers were asked."""
+        self.drawing = 0.0
+        """Seconds of processor time of what is not requests and answers."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -338,8 +341,10 @@ class DualVLLMCoordinator:
             if not active:
                 return
             answers = await self._ask(active)
+            begin = time.thread_time()
             drawn = map(self._advance, active, zip(*answers))
             steps = [step for step in drawn if step is not None]
+            self.drawing += time.thread_time() - begin
             active = [s for s in active if s.output.finish_reason is None]
             if steps:
                 yield steps
@@ -396,19 +401,20 @@ class DualVLLMCoordinator:
         lists say: a token that one of them lacks is given its least probability."""
         top = (pair[0].top, pair[1].top)
         sizes = [self._size(one) for one in top]
-        candidates = np.union1d(*(one.ids[:n] for one, n in zip(top, sizes)))
+        listed = {i for one, n in zip(top, sizes) for i in one.ids[:n].tolist()}
+        candidates = np.array(sorted(listed), dtype=np.int64)
         candidates = candidates[candidates < self.vocabulary]
         log_least = np.array([one.logprobs[n - 1] for one, n in zip(top, sizes)])
-        listed = np.empty((2, len(candidates)))
-        for row, one, least in zip(listed, top, log_least):
+        logprobs = np.empty((2, len(candidates)))
+        for row, one, least in zip(logprobs, top, log_least):
             order = np.argsort(one.ids)
             at = np.searchsorted(one.ids, candidates, sorter=order)
             at = order[np.minimum(at, len(order) - 1)]
             row[:] = np.where(one.ids[at] == candidates, one.logprobs[at], least)
-        alpha = tilted.solve_alpha(tilted.with_rest(listed))
+        alpha = tilted.solve_alpha(tilted.with_rest(logprobs))
         position = len(sample.output.token_ids)
         noise = tilted.Noise(self.config.seed, sample.output.sample, position)
-        value = tilted.log_weights(listed, alpha) + noise.of(candidates)
+        value = tilted.log_weights(logprobs, alpha) + noise.of(candidates)
         best = int(np.argmax(value))
         tail = np.empty(0, np.int64)
         unknown = np.empty((2, 0))
@@ -433,8 +439,10 @@ class DualVLLMCoordinator:
         """
         log_most = tilted.log_weights(guess.log_least, alpha)
         loud = guess.noise.loudest(self.vocabulary, value - log_most)
-        loud = loud[~np.isin(loud, guess.ids)]
-        return loud[: self.config.max_candidates - len(guess.unknown)]
+        known = set(guess.ids.tolist())
+        more = [i for i in loud.tolist() if i not in known]
+        room = self.config.max_candidates - len(guess.unknown)
+        return np.array(more[:room], dtype=np.int64)
 
     def _draw(
         self,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file that holds a run, so that it can end at any moment and go on later.
 
-JSON lines. The first one holds the settings; each other one a drawn token with its
-diagnostics, written when it is drawn. A line that was cut short is dropped.
+JSON lines. The first one holds settings, models and prompts; each other one a drawn
+token with its diagnostics, written when it is drawn. A line that was cut short is
+dropped.
 """
 
 import fcntl
@@ -10,12 +11,15 @@ import json
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 from dual_vllm.coordinator import Diagnostics, GenerationOutput, Sample, Step
+from dual_vllm.server import Model
 
-# Of no influence on what is drawn, so that a run may go on with others.
-FREE_SETTINGS = {"url_a", "url_b", "batch_size", "patience", "timeout"}
+# Of no influence on what is drawn, so that a run may go on with others; of the models
+# the header says what the servers do.
+FREE_SETTINGS = {"url_a", "url_b", "model_a", "model_b"}
+FREE_SETTINGS |= {"batch_size", "patience", "timeout"}
 
 
 class JournalError(Exception):
@@ -44,29 +48,25 @@ class Journal:
     def __exit__(self, *_) -> None:
         self._file.close()
 
-    def resume(self, settings: dict, samples: Iterable[Sample]) -> deque[Sample]:
+    def resume(
+        self, settings: dict, models: Iterable[Model], samples: Iterable[Sample]
+    ) -> deque[Sample]:
         """Gives the samples the tokens that were drawn already.
 
         Returns:
             Those that are not finished.
 
         Raises:
-            JournalError: the file holds a run with other settings or prompts.
+            JournalError: the file holds a run with other settings, models or prompts,
+                or something else. It is left as it is.
         """
         outputs = {sample.output.sample: sample for sample in samples}
         header = {
             "settings": {k: v for k, v in settings.items() if k not in FREE_SETTINGS},
+            "models": [[model.name, model.root] for model in models],
             "prompts": [s.output.prompt_token_ids for s in outputs.values()],
         }
-        lines = self._whole_lines()
-        if not lines:
-            self._write([header])
-        elif lines[0] != header:
-            raise JournalError(
-                f"{self.path} holds a run with other {_differences(lines[0], header)}: "
-                "name another file, or remove this one to start again"
-            )
-        for line in lines[1:]:
+        for line in self._lines_after(header):
             output = outputs[line["sample"]].output
             assert line["position"] == len(output.token_ids), line
             _append(output, line)
@@ -75,29 +75,54 @@ class Journal:
     def append(self, steps: list[Step]) -> None:
         """Writes drawn tokens; when this returns they survive the process."""
         self._write(
-            {
-                "sample": step.sample,
-                "position": step.position,
-                "token_id": step.token_id,
-                "finish_reason": step.finish_reason,
-                **step.diagnostics._asdict(),
-            }
-            for step in steps
+            b"".join(
+                _encode(
+                    {
+                        "sample": step.sample,
+                        "position": step.position,
+                        "token_id": step.token_id,
+                        "finish_reason": step.finish_reason,
+                        **step.diagnostics._asdict(),
+                    }
+                )
+                for step in steps
+            )
         )
 
-    def _write(self, lines: Iterable[dict]) -> None:
-        self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    def _write(self, content: bytes) -> None:
+        self._file.write(content)
         self._file.flush()
 
-    def _whole_lines(self) -> list[dict]:
+    def _lines_after(self, header: dict) -> list[dict]:
+        """Whole lines after this header, which is written to an empty file. What is
+        left of a line that was cut short goes, once the file is known to be ours."""
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
+        if not whole:
+            if not _encode(header).startswith(content):
+                self._refuse("no line of a run")
+            self._file.truncate(0)
+            self._write(_encode(header))
+            return []
         try:
-            return [json.loads(line) for line in whole.splitlines()]
+            first, *lines = map(json.loads, whole.splitlines())
         except ValueError as error:
-            raise JournalError(f"{self.path} is no file of a run: {error}") from error
+            self._refuse(str(error))
+        if first != header:
+            raise JournalError(
+                f"{self.path} holds a run with other {_differences(first, header)}: "
+                "name another file, or remove this one to start again"
+            )
+        self._file.truncate(len(whole))
+        return lines
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise JournalError(f"{self.path} is no file of a run: {reason}")
+
+
+def _encode(line: dict) -> bytes:
+    return json.dumps(line).encode() + b"\n"
 
 
 def _append(output: GenerationOutput, line: dict) -> None:
@@ -112,6 +137,5 @@ def _differences(found: dict, header: dict) -> str:
         return "content"
     before, now = found["settings"], header["settings"]
     names = [n for n in {**before, **now} if before.get(n) != now.get(n)]
-    if found.get("prompts") != header["prompts"]:
-        names.append("prompts")
+    names += [n for n in ("models", "prompts") if found.get(n) != header[n]]
     return ", ".join(names)

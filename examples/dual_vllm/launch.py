@@ -2,6 +2,7 @@
 """Starts `vllm serve` for the two models on this machine, and ends it."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,12 +28,26 @@ class LaunchError(Exception):
 class LocalServer:
     """A `vllm serve` process, which can be started again at the same address."""
 
-    def __init__(self, model: str, log: Path, arguments: Sequence[str] = ()):
+    def __init__(
+        self,
+        model: str,
+        log: Path,
+        arguments: Sequence[str] = (),
+        cores: Sequence[int] = (),
+    ):
+        """
+        Args:
+            model: folder or hub name.
+            log: file for what it prints.
+            arguments: of `vllm serve`.
+            cores: the only ones it may use, if any.
+        """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self.cores = cores
         self.process: subprocess.Popen | None = None
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
         command += ["--host=127.0.0.1", f"--port={port}", *arguments]
@@ -44,6 +61,8 @@ class LocalServer:
             self.process = subprocess.Popen(
                 self._command, stdout=out, stderr=out, env=env, start_new_session=True
             )
+        if self.cores:  # long before it has threads or processes, which inherit them
+            os.sched_setaffinity(self.process.pid, self.cores)
 
     def wait(self) -> None:
         """Until it answers.
@@ -82,11 +101,13 @@ class LocalServer:
 def servers(
     models: Sequence[str], logs: Path, arguments: Sequence[str]
 ) -> Iterator[list[LocalServer]]:
-    """A server of each model, started side by side, for as long as the context."""
+    """A server of each model, started side by side, for as long as the context, each
+    on its own share of the cores."""
     with ExitStack() as stack:
         started = []
-        for name, model in zip("abcdefgh", models):
-            server = LocalServer(model, logs / f"{name}.log", arguments)
+        shares = share_cores(len(models))
+        for name, model, cores in zip("abcdefgh", models, shares):
+            server = LocalServer(model, logs / f"{name}.log", arguments, cores)
             stack.callback(server.stop)
             server.start()
             started.append(server)
@@ -95,12 +116,48 @@ def servers(
         yield started
 
 
+def share_cores(count: int) -> list[list[int]]:
+    """As many shares of the cores that this process may use: vLLM binds its threads to
+    the first cores that it may use, so two servers would have the same ones. Empty if
+    there are too few, or if VLLM_CPU_OMP_THREADS_BIND says where to bind.
+
+    Logical cores of one physical core, and so of one socket, stay together.
+    """
+    cores = sorted(os.sched_getaffinity(0), key=_first_sibling)
+    if len(cores) < count or os.environ.get("VLLM_CPU_OMP_THREADS_BIND"):
+        return [[] for _ in range(count)]
+    ends = [len(cores) * n // count for n in range(count + 1)]
+    return [cores[begin:end] for begin, end in pairwise(ends)]
+
+
+def _first_sibling(core: int) -> tuple[int, int]:
+    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    try:
+        return int(re.split("[,-]", path.read_text())[0]), core
+    except OSError:  # not everywhere
+        return core, core
+
+
 def first_layers(model: str | Path, layers: int, folder: Path) -> Path:
     """Writes a model of the first `layers` layers of a model, with its tokenizer.
-    Returns the folder."""
+    Returns the folder.
+
+    Raises:
+        LaunchError: its layers are elsewhere than a Llama's, or not more than that.
+    """
     whole = AutoModelForCausalLM.from_pretrained(model)
+    if len(getattr(getattr(whole, "model", None), "layers", ())) <= layers:
+        raise LaunchError(
+            f"--model-b: give one, since {model}, a {type(whole).__name__}, has not "
+            f"more than {layers} layers in model.layers"
+        )
     whole.model.layers = whole.model.layers[:layers]
     whole.config.num_hidden_layers = layers
-    whole.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Moved into place, since a server of another run may have the same files open.
+    with TemporaryDirectory(dir=folder.parent) as new:
+        whole.save_pretrained(new)
+        AutoTokenizer.from_pretrained(model).save_pretrained(new)
+        for file in Path(new).iterdir():
+            file.replace(folder / file.name)
     return folder

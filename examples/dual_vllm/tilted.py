@@ -14,6 +14,8 @@ what mass each model gives them together. Here these count as one more token, th
 *rest*. Arrays are float64, `[2, n]` in nats, row 0 of model a and row 1 of model b.
 """
 
+import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +24,8 @@ from scipy.optimize import brentq
 ROUNDING = 2e-6
 """Added to the mass of the rest: by how much a sum of float32 probabilities may be off.
 A log-probability of size 8 to 16 comes in steps of 1e-6."""
+ALPHA_ERROR = 1e-12
+"""How near the solved alpha is to the root, as far as rounding lets it."""
 ALPHA_STEP = 1e-4
 """How finely the interval of the right alpha is searched; its ends are moved out by
 as much."""
@@ -57,18 +61,35 @@ def tilt(logprobs: np.ndarray, alpha: float) -> tuple[np.ndarray, float]:
 
 def solve_alpha(logprobs: np.ndarray) -> float:
     """The alpha in [0, 1] where Z is least, which is where both divergences of q are
-    equal. 0.5 if the models are the same."""
+    equal. 0.5 if the models are the same.
+
+    Newton's method from 0.5, kept between the ends: the derivative of E_q[d] is the
+    variance of d. It takes about five steps; bisection comes in where it leaves them.
+    """
     difference = logprobs[1] - logprobs[0]
+    powers = np.stack([np.ones_like(difference), difference, difference**2])
 
-    def slope(alpha: float) -> float:
-        return tilt(logprobs, alpha)[0] @ difference
+    def moments(alpha: float) -> tuple[float, float]:
+        """Mean and variance of d."""
+        log_weight = logprobs[0] + alpha * difference
+        total, first, second = (powers @ np.exp(log_weight - log_weight.max())).tolist()
+        mean = first / total
+        return mean, second / total - mean * mean
 
-    at_zero, at_one = slope(0.0), slope(1.0)
-    if at_zero < 0 < at_one:
-        return brentq(slope, 0.0, 1.0, xtol=1e-12)
-    if at_zero >= 0 >= at_one:
-        return 0.5
-    return 0.0 if at_zero >= 0 else 1.0
+    low, high = 0.0, 1.0
+    at_zero, at_one = moments(low)[0], moments(high)[0]
+    if not at_zero < 0 < at_one:
+        return 0.5 if at_zero >= 0 >= at_one else 0.0 if at_zero >= 0 else 1.0
+    alpha = 0.5
+    while True:
+        mean, variance = moments(alpha)
+        low, high = (alpha, high) if mean < 0 else (low, alpha)
+        after = alpha - mean / variance if variance > 0 else low
+        if not low < after < high:
+            after = (low + high) / 2
+        if abs(after - alpha) <= ALPHA_ERROR:
+            return after
+        alpha = after
 
 
 def bounds(logprobs: np.ndarray, alpha: float) -> Bounds:
@@ -100,12 +121,12 @@ def bounds(logprobs: np.ndarray, alpha: float) -> Bounds:
     log_ratio = log_rest[1] - log_rest[0]
 
     def slope(at: float) -> float:
-        q, log_z = tilt(candidates, at)
-        return np.exp(log_z) * (q @ difference)
+        """That of Z_c."""
+        return float(np.exp(candidates[0] + at * difference) @ difference)
 
     def largest(x: float) -> float:
         """The largest z (log e - log z) / e over z <= e exp(-x)."""
-        return x * np.exp(-x) if x > 1 else np.exp(-1)
+        return x * math.exp(-x) if x > 1 else math.exp(-1)
 
     def above_lowest(at: float) -> float:
         return (1 - at) * slope(at) + rest[1] * largest((1 - at) * log_ratio)
@@ -119,14 +140,15 @@ def bounds(logprobs: np.ndarray, alpha: float) -> Bounds:
     if above_highest(1.0) > 0:
         high = min(1.0, brentq(above_highest, 0.0, 1.0, xtol=ALPHA_STEP) + ALPHA_STEP)
 
-    least_z = np.exp(tilt(candidates, solve_alpha(candidates))[1])
+    log_least_z = tilt(candidates, solve_alpha(candidates))[1]
+    least_z = math.exp(log_least_z)
     h = max(np.exp(log_weights(log_rest, end)) for end in (low, high))
     q, _ = tilt(candidates, alpha)
     shift = max(abs(tilt(candidates, end)[0] - q).sum() / 2 for end in (low, high))
     estimate = estimate_log_z(logprobs, alpha)
     return Bounds(
         total_variation=float(min(1.0, h / (least_z + h) + shift)),
-        kl=float(max(tilt(logprobs, alpha)[1] - estimate, estimate - np.log(least_z))),
+        kl=float(max(tilt(logprobs, alpha)[1] - estimate, estimate - log_least_z)),
     )
 
 
@@ -160,22 +182,20 @@ class Noise:
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         """Noise `[n]` of token ids."""
-        uniform = (self._bits(ids.astype(np.uint64)) + 0.5) * 2.0**-52
+        uniform = (self._bits(_spread(ids)) + 0.5) * 2.0**-52
         return -np.log(-np.log(uniform))
 
     def loudest(self, vocabulary: int, least: float) -> np.ndarray:
         """The ids below `vocabulary` whose noise is at least `least`, most first."""
         if len(self._whole) != vocabulary:
-            self._whole = self._bits(np.arange(vocabulary, dtype=np.uint64))
+            self._whole = self._bits(_spread_all(vocabulary))
         bits = np.exp(-np.exp(-least)) * 2.0**52 - 0.5
         ids = np.flatnonzero(self._whole >= np.uint64(max(bits, 0)))
         return ids[np.argsort(self._whole[ids], kind="stable")[::-1]]
 
-    def _bits(self, z: np.ndarray) -> np.ndarray:
-        """52 random bits for each id; `z` is overwritten."""
-        z += np.uint64(1)
-        z *= np.uint64(0x9E3779B97F4A7C15)
-        z += self._key
+    def _bits(self, spread: np.ndarray) -> np.ndarray:
+        """52 random bits for each id."""
+        z = spread + self._key
         shifted = z >> np.uint64(30)
         z ^= shifted
         z *= np.uint64(0xBF58476D1CE4E5B9)
@@ -184,3 +204,14 @@ class Noise:
         z ^= np.right_shift(z, np.uint64(31), out=shifted)
         z >>= np.uint64(12)
         return z
+
+
+def _spread(ids: np.ndarray) -> np.ndarray:
+    """What SplitMix64 adds to its key for each id, `[n]` uint64."""
+    return (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+
+
+@cache
+def _spread_all(vocabulary: int) -> np.ndarray:
+    """That of the ids 0, 1, 2, ..."""
+    return _spread(np.arange(vocabulary))

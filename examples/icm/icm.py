@@ -643,16 +643,20 @@ def show(report: dict, folder: Path) -> None:
     console.print(f"labels.jsonl, report.json and objective.png are in {folder}")
 
 
-def cache_table(cache: dict) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """Rows begin with a name; what follows in the columns is on the right."""
     table = Table(
-        title="tokens from the prefix cache",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     table.add_column("")
-    for column in ("calls", "of the prompts", "of the demonstrations"):
+    for column in columns:
         table.add_column(column, justify="right")
+    return table
+
+
+def cache_table(cache: dict) -> Table:
+    columns = "calls", "of the prompts", "of the demonstrations"
+    table = new_table("tokens from the prefix cache", *columns)
     for name, part in cache.items():
         if part["hit_rate"] is not None:
             table.add_row(
@@ -665,15 +669,8 @@ def cache_table(cache: dict) -> Table:
 
 
 def comparison(result: dict) -> Table:
-    table = Table(
-        title=f"{result['prompts']} prompts, one demonstration changed",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("")
-    for column in ("calls", "seconds", "ratio"):
-        table.add_column(column, justify="right")
+    title = f"{result['prompts']} prompts, one demonstration changed"
+    table = new_table(title, "calls", "seconds", "ratio")
     first = statistics.median(result["seconds"]["one call"])
     for name, seconds in result["seconds"].items():
         half = (max(seconds) - min(seconds)) / 2

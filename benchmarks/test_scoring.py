@@ -15,14 +15,14 @@ FULL_POSITIONS = 8
 ROUNDS = 5
 
 
-@pytest.fixture(scope="module")
-def llm(wide_model):
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def llm(request, wide_model):
     from vllm import LLM
 
     return LLM(
         str(wide_model),
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=request.param,
         enforce_eager=True,
         max_model_len=2048,
         max_num_batched_tokens=2048,
@@ -38,7 +38,7 @@ def tokens() -> list[int]:
     return np.random.default_rng(0).integers(0, 128_256, POSITIONS + 1).tolist()
 
 
-def measure(benchmark, llm, tokens, targets=None, group="one prompt", **kwargs):
+def measure(benchmark, llm, tokens, targets=None, **kwargs):
     from vllm import SamplingParams, TokensPrompt
 
     request = TokensPrompt(prompt_token_ids=tokens)
@@ -49,10 +49,15 @@ def measure(benchmark, llm, tokens, targets=None, group="one prompt", **kwargs):
     def run():
         return llm.generate([request], params, use_tqdm=False)
 
-    benchmark.group = f"{group}, per scored position"
-    benchmark.extra_info["positions"] = len(tokens) - 1
+    describe(benchmark, llm, len(tokens) - 1)
     run()
     benchmark.pedantic(run, rounds=ROUNDS)
+
+
+def describe(benchmark, llm, positions):
+    dtype = llm.model_config.dtype
+    benchmark.group = f"{str(dtype).removeprefix('torch.')}, per scored position"
+    benchmark.extra_info["positions"] = positions
 
 
 def test_prefill_alone(benchmark, llm, tokens):
@@ -63,9 +68,8 @@ def test_prefill_alone(benchmark, llm, tokens):
 def test_matrix_product_of_the_head_alone(benchmark, llm, rows):
     """The engine takes at most 196 rows of this vocabulary at a time."""
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-    states = torch.randn(POSITIONS, 1024)
-    benchmark.group = "one prompt, per scored position"
-    benchmark.extra_info["positions"] = POSITIONS
+    states = torch.randn(POSITIONS, 1024).to(llm.model_config.dtype)
+    describe(benchmark, llm, POSITIONS)
 
     @torch.inference_mode()
     def run():

@@ -193,6 +193,35 @@ def test_max_tokens_0_generates_nothing(llm, llama):
     assert_scores(output.target_logprobs, llama, PROMPT, PROMPT[1:])
 
 
+@pytest.mark.parametrize("budget", [1024, 40])
+def test_a_prompt_may_fill_the_context(engine, llama, budget):
+    """If nothing is to be generated; the last token has no place in the cache then."""
+    from vllm.exceptions import VLLMValidationError
+
+    llm = engine("llama", max_num_batched_tokens=budget)
+    ids = random_ids(3, VOCABULARY, 256)
+    short = random_ids(4, VOCABULARY, 2)
+    requests = [prompt(ids, ids[1:]), prompt(ids, [[5, 9]]), prompt(short, short[1:])]
+    sampling = params(0, n=2, temperature=1.0)
+    for _ in range(2):
+        for request, output in zip(requests, run(llm, requests, sampling)):
+            targets = request["target_token_ids"]
+            assert list(output.prompt_token_ids) == request["prompt_token_ids"]
+            assert [list(one.token_ids) for one in output.outputs] == [[], []]
+            assert_scores(
+                output.target_logprobs, llama, request["prompt_token_ids"], targets
+            )
+    for request, sampling in [
+        (prompt(ids, ids[1:]), params(1)),
+        (prompt([*ids, 5], ids), params(0)),
+    ]:
+        with pytest.raises(VLLMValidationError, match="256"):
+            run(llm, [request], sampling)
+    (output,) = run(llm, [prompt(ids[:-1], ids[1:-1])], params(1))
+    assert len(output.outputs[0].token_ids) == 1
+    assert_scores(output.target_logprobs, llama, ids[:-1], ids[1:-1])
+
+
 @pytest.mark.parametrize("max_tokens", [0, 3])
 @pytest.mark.parametrize("seed", [None, 7])
 def test_n_sequences_come_with_the_scores(llm, llama, max_tokens, seed):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL divergence of a model, or of a quantization, from a reference model.
 
-    python examples/score_kld.py write --model A --text FILE --reference a.safetensors
-    python examples/score_kld.py compare --model B --reference a.safetensors
+    .venv/bin/python examples/score_kld.py write --model A --text FILE --reference a.safetensors
+    .venv/bin/python examples/score_kld.py compare --model B --reference a.safetensors
 
 `write` keeps, for each position of a text, the K most probable tokens of model A with
 their exact log-probabilities, and the probability that is left for all others, the
@@ -140,7 +140,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run_write(args: argparse.Namespace) -> None:
     texts = perplexity.read_texts(args)
-    llm = start_engine(args, args.context_length, args.top_k + args.tail_samples)
+    # To find the candidates is to generate a token, for which vLLM wants room.
+    llm = start_engine(args, args.context_length + 1, args.top_k + args.tail_samples)
     vocabulary = llm.model_config.get_vocab_size()
     if args.top_k > vocabulary:
         raise Refused(f"--top-k is {args.top_k}, the vocabulary is {vocabulary}")
@@ -174,7 +175,7 @@ def run_compare(args: argparse.Namespace) -> None:
 def start_engine(args: argparse.Namespace, context: int, named: int) -> LLM:
     return LLM(
         **perplexity.engine_options(args),
-        max_model_len=context + 1,  # vLLM wants room for one more token
+        max_model_len=context,
         max_logprobs=named + 1,  # and the token that is there
         enable_prefix_caching=False,  # windows start at different tokens
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perplexity of a model on real text, by scoring only the tokens that are there.
 
-    python examples/score_perplexity.py --text README.md
-    python examples/score_perplexity.py --model facebook/opt-125m \\
+    .venv/bin/python examples/score_perplexity.py --text README.md
+    .venv/bin/python examples/score_perplexity.py --model facebook/opt-125m \\
         --dataset wikitext --dataset-config wikitext-2-raw-v1 --dataset-split test \\
         --num-samples 500 --context-length 2048 --stride 512
 
@@ -180,7 +180,9 @@ def start_engine(args: argparse.Namespace) -> LLM:
     """Starts vLLM with the given options, and its own defaults for the others."""
     return LLM(
         **engine_options(args),
-        max_model_len=args.context_length + 1,  # vLLM wants room for one more token
+        # The other ways generate a token, for which vLLM wants room.
+        max_model_len=args.context_length
+        + bool(args.baseline or args.baseline_full_positions),
         max_logprobs=-1 if args.baseline_full_positions else 20,
         # No path could use it, as windows start at different tokens.
         enable_prefix_caching=False,

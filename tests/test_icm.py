@@ -35,6 +35,10 @@ SLOW = 1.0  # seconds; a slow answer takes twice as long as the client waits
 BLOCK = 4  # tokens of a block of the server's prefix cache
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64  # of connections; beyond 5, they would be reset
+
+
 class FailingServer:
     """Answers as a server of this fork does, except for faults that are ordered.
 
@@ -51,13 +55,17 @@ class FailingServer:
         self.cached: set[tuple[int, ...]] = set()  # prefixes of whole blocks
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.http = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def close(self) -> None:
         self.http.shutdown()
         self.http.server_close()
+
+    @staticmethod
+    def tokenize(text: str) -> list[int]:
+        return [ord(c) for c in text]
 
     @staticmethod
     def logprob(prompt: list[int] | str, label: int | str) -> float:
@@ -130,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            self.reply(200, json.dumps({"tokens": [ord(c) for c in body["prompt"]]}))
+            self.reply(200, json.dumps({"tokens": self.owner.tokenize(body["prompt"])}))
             return
         with self.owner.lock:
             fault = self.owner.faults.pop(0) if self.owner.faults else None
@@ -502,6 +510,14 @@ def test_a_wait_longer_than_our_patience(server):
         client.score([[65]], [[66], [67]])
 
 
+def test_patience_begins_with_the_first_failure(server):
+    """A request may take as long as that by itself."""
+    client = Client(server.url, timeout=SLOW, patience=SLOW, sleep=lambda _: None)
+    server.faults = ["slow"]
+    client.score([[65]], [[66], [67]])
+    assert client.retries == 1
+
+
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "http://", "http://host:abc", "http://[::1", "ftp://host"]
 )
@@ -529,6 +545,18 @@ def test_labels_must_be_one_token(server):
         client.encode_labels([" True", "b"])
     with pytest.raises(ServerError, match="not different"):
         client.encode_labels(["b", "b"])
+
+
+def test_tokenizers_that_put_a_space_in_front(server):
+    """As Llama 2's does: a label, and a piece of a prompt, has none of it."""
+    server.tokenize = lambda text: [ord(c) for c in " " + text]
+    client = Client(server.url)
+    assert client.encode(["b"], begin=True) == [[32, 98]]
+    assert client.encode(["b", "\n", " b", ""]) == [[98], [10], [32, 98], []]
+    assert client.encode_labels(["a", "b"]) == [[97], [98]]
+    # What joins with a text before it has tokens of its own.
+    server.tokenize = lambda text: [len(text)]
+    assert client.encode(["bc"]) == [[2]]
 
 
 def test_two_clients_at_once(server):
@@ -974,6 +1002,40 @@ def test_truthful_qa(tmp_path):
     consistency = Consistency(pool, testbed.rule)
     assert not consistency.pairs({i: e.truth for i, e in enumerate(pool)})
     assert len(consistency.pairs(dict.fromkeys(range(3), 1))) == 3
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder", "configurations", "saved"])
+def test_data_sets_in_other_places(tmp_path, kind):
+    """Of one of several configurations and of a split, if there are such."""
+    from datasets import Dataset
+
+    row = {
+        "question": "Is the sky green?",
+        "mc1_targets": {"choices": ["No", "Yes"], "labels": [1, 0]},
+    }
+    rows, place = Dataset.from_list([row]), tmp_path / "rows"
+    if kind == "saved":
+        rows.save_to_disk(str(place))
+    elif kind == "parquet":
+        place = tmp_path / "rows.parquet"
+        rows.to_parquet(str(place))
+    elif kind == "folder":
+        place.mkdir()
+        rows.to_parquet(str(place / "validation-00000-of-00001.parquet"))
+    else:
+        configurations = ""
+        for name in ("generation", "multiple_choice"):
+            (place / name).mkdir(parents=True)
+            other = Dataset.from_list([{"question": "?"}])
+            these = rows if name == "multiple_choice" else other
+            these.to_parquet(str(place / name / "validation.parquet"))
+            configurations += (
+                f"- config_name: {name}\n  data_files:\n  - split: validation\n"
+                f"    path: {name}/validation.parquet\n"
+            )
+        (place / "README.md").write_text(f"---\nconfigs:\n{configurations}---\n")
+    testbed = testbeds.load("truthfulQA", str(place), 10, 0, no_sampling)
+    assert [e.truth for e in testbed.examples] == [1, 0]
 
 
 def test_gsm8k_solutions_are_sampled(tmp_path):

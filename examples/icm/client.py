@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import httpx
@@ -96,6 +97,7 @@ class Client:
         self.retries = 0
         self.unlisted: Counter[str] = Counter()
         """Label to how often it was not among the top log-probabilities."""
+        self._before: dict[str, list[int]] = {}  # tokens of texts before others
         self._next_request = 0.0
         self._lock = threading.Lock()
         self.interval = 0.0  # seconds between two requests
@@ -129,19 +131,32 @@ class Client:
         """Makes pieces of prompts; they are joined with `join`.
 
         Args:
-            begin: whether the tokenizer adds what it begins a text with.
+            begin: whether a text is the begin of a prompt, to which the tokenizer adds
+                what it begins prompts with.
         """
         if not self.scores_by_name:
             return list(texts)
-        return [
-            self.request(
-                "POST",
-                "/tokenize",
-                {"model": self.model, "prompt": text, "add_special_tokens": begin},
-                lambda answer: [int(i) for i in answer["tokens"]],
-            )
-            for text in texts
-        ]
+        encode = partial(self._tokens, begin=True) if begin else self._tokens_inside
+        return [encode(text) for text in texts]
+
+    def _tokens_inside(self, text: str) -> list[int]:
+        """A text's tokens where another text is before it: some tokenizers put a space
+        in front of whatever they are given."""
+        before = "x" if text[:1].isspace() else "\n"
+        if before not in self._before:
+            self._before[before] = self._tokens(before)
+        first, tokens = self._before[before], self._tokens(before + text)
+        if tokens[: len(first)] == first:
+            return tokens[len(first) :]
+        return self._tokens(text)
+
+    def _tokens(self, text: str, begin: bool = False) -> list[int]:
+        return self.request(
+            "POST",
+            "/tokenize",
+            {"model": self.model, "prompt": text, "add_special_tokens": begin},
+            lambda answer: [int(i) for i in answer["tokens"]],
+        )
 
     def encode_labels(self, labels: Sequence[str]) -> list[Piece]:
         """As `encode`; each label must be one token.
@@ -155,7 +170,8 @@ class Client:
                 if len(piece) != 1:
                     raise ServerError(
                         f"The label {label!r} is {len(piece)} tokens of {self.model}, "
-                        "and must be one. With most tokenizers a space in front helps."
+                        "and must be one. With most tokenizers it is one only with a "
+                        "space in front."
                     )
         if len({tuple(piece) for piece in pieces}) != len(pieces):
             raise ServerError(f"The labels {list(labels)} are not different tokens.")
@@ -211,8 +227,13 @@ class Client:
         (top,) = self._top([prompt])
         return top
 
-    def _top(self, prompts: Sequence[Piece]) -> list[dict[str, float]]:
-        body = {
+    def top_ids(self, prompt: Piece) -> dict[int, float]:
+        """As `top_logprobs`, of a server that scores named tokens: by token id."""
+        (top,) = self._top([prompt], return_tokens_as_token_ids=True)
+        return {int(name.removeprefix("token_id:")): top[name] for name in top}
+
+    def _top(self, prompts: Sequence[Piece], **fields) -> list[dict[str, float]]:
+        body = fields | {
             "model": self.model,
             "prompt": list(prompts),
             "max_tokens": 1,
@@ -332,13 +353,14 @@ class Client:
         """Sends a request until there is an answer that `read` takes.
 
         Connections that break, time-outs, 429, 5xx and answers that are not what was
-        asked for are tried again, ever less often, for `patience` seconds.
+        asked for are tried again, ever less often, until `patience` seconds after the
+        first of them.
 
         Raises:
             ServerError: a refusal (4xx), or `MALFORMED_ATTEMPTS` malformed answers.
             ServerGone: no answer for `patience` seconds.
         """
-        deadline = time.monotonic() + self.patience
+        deadline = None
         malformed = 0
         for attempt in itertools.count():
             wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
@@ -374,6 +396,7 @@ class Client:
                         f"{self.url}{path} does not answer as an OpenAI-compatible "
                         f"server does ({problem}). Is base_url right?"
                     ) from error
+            deadline = deadline or time.monotonic() + self.patience
             if time.monotonic() + wait > deadline:
                 raise ServerGone(
                     f"{self.url}{path} failed {attempt + 1} times ({problem}), and "

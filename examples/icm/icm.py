@@ -2,13 +2,14 @@
 """Labels a pool of examples without any true label, by Internal Coherence
 Maximization (search.py), with the model that a server serves.
 
-    vllm serve --config examples/icm/configs/reference.yaml
-    python examples/icm/icm.py --testbed vllm-types
+    .venv/bin/vllm serve --config examples/icm/configs/reference.yaml
+    .venv/bin/python examples/icm/icm.py --testbed vllm-types
 
 Stop it with Ctrl-C at any time; the same command goes on where it stopped.
 """
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -53,6 +54,7 @@ from search import (
 )
 from testbeds import Sample, Testbed, TestbedError, load
 
+SAMPLED_TOGETHER = 16  # prompts
 INTERRUPTED = 130  # exit status of a program that Ctrl-C stopped
 console = Console()
 
@@ -134,11 +136,13 @@ class Settings(BaseSettings):
             checkpoint = self.output / Checkpoint.NAME
             if checkpoint.exists() and not isinstance(error, RunError):
                 console.print(f"Nothing is lost: {self.output} has all iterations so "
-                              f"far, and {self.same_command()} goes on.")  # fmt: skip
+                              f"far, and {self.same_command()} goes on.",
+                              markup=False)  # fmt: skip
             sys.exit(1)
         except KeyboardInterrupt:
             console.print(
-                f"\nStopped. All is in {self.output}; {self.same_command()} goes on."
+                f"\nStopped. All is in {self.output}; {self.same_command()} goes on.",
+                markup=False,
             )
             sys.exit(INTERRUPTED)
 
@@ -250,14 +254,21 @@ def claim(folder: Path) -> TextIO:
 
 
 def sample_once(settings: Settings, client: Client) -> Sample:
-    """`Client.sample`, which keeps the answers: a second time they would differ."""
+    """`Client.sample`, a few prompts at a time, which keeps the answers: a second time
+    they would differ."""
 
     def sample(prompts: Sequence[str], **fields) -> list[list[str]]:
+        parts = range(0, len(prompts), SAMPLED_TOGETHER)
+        texts = (part(prompts[n : n + SAMPLED_TOGETHER], fields) for n in parts)
+        return [*itertools.chain.from_iterable(texts)]
+
+    def part(prompts: Sequence[str], fields: dict) -> list[list[str]]:
         request = json.dumps([client.model, prompts, fields], sort_keys=True)
         name = sha256(request.encode()).hexdigest()[:16]
         kept = settings.output / f"sampled-{name}.json"
         if not kept.exists() or settings.restart:
-            replace_file(kept, json.dumps(client.sample(prompts, **fields)))
+            with console.status(f"sampling solutions ({kept.name})"):
+                replace_file(kept, json.dumps(client.sample(prompts, **fields)))
         return json.loads(kept.read_text())
 
     return sample
@@ -401,6 +412,7 @@ def describe(
         f"{len(examples)} examples, labels {testbed.labels}, rule {testbed.rule}; "
         f"{client.model} at {client.url}, labels scored {how}",
         highlight=False,
+        markup=False,
     )
     if prompts.slots < len(examples):
         console.print(

@@ -141,8 +141,8 @@ class Prompts:
         """How many slots fit beside the longest example, all of them labelled."""
         if context is None or not self.client.scores_by_name:
             return len(self.texts)  # the server will say so if it is too much
-        # One token for a label, one because vLLM wants room to generate.
-        room = context - len(self.header) - max(map(len, self.texts)) - 2
+        # One token for a label.
+        room = context - len(self.header) - max(map(len, self.texts)) - 1
         for slot, text in enumerate(self.texts):
             room -= len(text) + 1 + len(self.separator)
             if room < 0:

@@ -12,7 +12,7 @@ A file is JSON:
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -95,7 +95,7 @@ def load(
     Args:
         name: truthfulQA, gsm8k, alpaca, a shipped testbed or a file.
         source: where the data set is, if not at its usual name on the hub: another
-            name, a folder, or a JSON file.
+            name, a folder, or a JSON or Parquet file.
         size: how many examples will be drawn; no more than needed are made.
 
     Raises:
@@ -103,7 +103,7 @@ def load(
     """
     if name in _DATASETS:
         path, options, make = _DATASETS[name]
-        rows = _rows(name, source or path, {} if source else options)
+        rows = _rows(name, source or path, options)
         random.Random(seed).shuffle(rows)
         try:
             return make(rows, size, sample)
@@ -121,19 +121,14 @@ def load(
         known = [*_DATASETS, *sorted(f.stem for f in FILES.glob("*.json"))]
         raise TestbedError(f"--testbed {name}: no such file, and none of {known}.")
     try:
-        return Testbed.model_validate_json(file.read_text())
+        return Testbed.model_validate_json(file.read_text("utf-8-sig"))
     except (OSError, ValidationError, UnicodeDecodeError) as error:
         raise TestbedError(f"{file} is not a testbed: {error}") from error
 
 
 def _rows(name: str, path: str, options: dict) -> list[dict]:
-    from datasets import load_dataset
-
-    if path.endswith((".json", ".jsonl")):
-        options = {"data_files": path, "split": "train"}
-        path = "json"
     try:
-        rows = load_dataset(path, **({"split": "train"} | options))
+        rows = _load(path, options)
     except Exception as error:  # datasets has no class of its own for "no network"
         raise TestbedError(
             f"The data set of --testbed {name} ({path}) cannot be loaded: "
@@ -143,6 +138,26 @@ def _rows(name: str, path: str, options: dict) -> list[dict]:
             "no hub is `--testbed vllm-types`."
         ) from error
     return [dict(row) for row in rows]
+
+
+def _load(path: str, options: dict) -> Iterable[dict]:
+    """A data set's rows, also where it has not the usual configuration or split."""
+    from datasets import load_dataset, load_from_disk
+
+    if path.endswith((".json", ".jsonl")):
+        return load_dataset("json", data_files=path, split="train")
+    if path.endswith(".parquet"):
+        return load_dataset("parquet", data_files=path, split="train")
+    if Path(path, "state.json").is_file():  # of `Dataset.save_to_disk`
+        return load_from_disk(path)
+    split = {"split": options.get("split", "train")}
+    first = None
+    for attempt in (options | split, split, {"split": "train"}):
+        try:
+            return load_dataset(path, **attempt)
+        except ValueError as error:  # no such configuration or split
+            first = first or error
+    raise first
 
 
 def truthful_qa(rows: list[dict], size: int, sample: Sample) -> Testbed:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -24,7 +26,8 @@ from scipy import stats
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, logsumexp, softmax
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
 
 from dual_vllm import (
     CoordinatorConfig,
@@ -34,7 +37,7 @@ from dual_vllm import (
     tilted,
 )
 from dual_vllm import __main__ as program
-from dual_vllm.coordinator import LOG_ZERO, GenerationOutput, Sample
+from dual_vllm.coordinator import LOG_ZERO, GenerationOutput, Sample, end_ids
 from dual_vllm.journal import Journal, JournalError
 from dual_vllm.launch import (
     REFERENCE_MODEL,
@@ -293,11 +296,100 @@ def test_fewer_candidates_where_the_models_are_sure():
         ({"batch_size": 0}, "batch_size"),
         ({"max_token": 5}, "max_token"),
         ({"patience": 0}, "patience"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids"),
     ],
 )
 def test_wrong_settings_are_named(settings, name):
     with pytest.raises(ValueError, match=name):
         CoordinatorConfig(url_a="http://a", url_b="http://b", **settings)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a folder of a model with this generation_config.json, or with none; its
+    tokenizer's end-of-sequence token is 0."""
+
+    def make(name: str, content: object = None) -> str:
+        path = tmp_path / name
+        path.mkdir()
+        for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            (path / file).symlink_to(REFERENCE_MODEL / file)
+        if content is not None:
+            text = content if isinstance(content, str) else json.dumps(content)
+            (path / "generation_config.json").write_text(text)
+        return str(path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, {0}),
+        ({}, {0}),
+        ({"eos_token_id": None}, {0}),
+        ({"eos_token_id": 5}, {0, 5}),
+        ({"eos_token_id": [5, 9]}, {0, 5, 9}),
+    ],
+)
+def test_end_of_sequence_of_a_model(folder, content, expected):
+    assert end_ids(folder("model", content)) == expected
+
+
+def test_end_of_sequence_of_a_model_without_a_tokenizer(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert end_ids(str(tmp_path)) == {5}
+
+
+def test_end_of_sequence_of_a_model_elsewhere(caplog):
+    assert end_ids("/nowhere/model") == set()
+    assert "'/nowhere/model' is not here" in caplog.text
+    assert "stop_token_ids" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", {"eos_token_id": "5"}, {"eos_token_id": [5, True]}]
+)
+def test_broken_generation_config(folder, content):
+    path = folder("model", content)
+    with pytest.raises(ServerError, match=f"generation_config.json of '{path}'"):
+        end_ids(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {0, 5, 7, 9}),
+        ({"stop_token_ids": [12, 5]}, {0, 5, 7, 9, 12}),
+        ({"ignore_eos": True}, set()),
+        ({"ignore_eos": True, "stop_token_ids": [12]}, {12}),
+    ],
+    ids=str,
+)
+def test_where_a_sample_stops(folder, settings, expected):
+    """At the end-of-sequence tokens of both models; the token is no text."""
+    roots = [folder("a", {"eos_token_id": 7}), folder("b", {"eos_token_id": [5, 9]})]
+    config = CoordinatorConfig(
+        url_a="http://a", url_b="http://b", max_tokens=2, **settings
+    )
+    dual = Offline(config)
+    for server, root in zip(dual.servers, roots):
+        server.model = Model("m", root, 100)
+    assert dual.stop_ids == expected
+    stopped = 0
+    for number in range(40):
+        # These and one other token are all that is likely.
+        logprobs = np.full((2, VOCABULARY), -10.0)
+        logprobs[:, [0, 5, 7, 9, 12, 20]] = 0
+        sample = Sample(GenerationOutput(number, [3]))
+        step = draw_step(dual, sample, log_softmax(logprobs, axis=-1))
+        reason = "stop" if step.token_id in expected else None
+        assert step.finish_reason == sample.output.finish_reason == reason
+        assert len(sample.output.diagnostics) == 1
+        dual.set_text(sample.output)
+        assert (sample.output.text == "") == (reason == "stop" or step.token_id == 0)
+        stopped += reason == "stop"
+    assert (stopped > 0) == bool(expected)
 
 
 MODELS = [Model("a", "/models/a", 100), Model("b", "/models/b", 100)]
@@ -320,8 +412,9 @@ def make_samples() -> list[Sample]:
     return [Sample(GenerationOutput(n, [5, 6 + n])) for n in range(2)]
 
 
-def draw_step(dual: Offline, sample: Sample):
-    logprobs = make_pair(len(sample.output.token_ids))
+def draw_step(dual: Offline, sample: Sample, logprobs: np.ndarray | None = None):
+    if logprobs is None:
+        logprobs = make_pair(len(sample.output.token_ids))
     order = np.argsort(-logprobs, axis=-1)[:, : dual.config.top_k]
     tops = [TopK(ids, row[ids]) for ids, row in zip(order, logprobs)]
     step = None
@@ -402,6 +495,124 @@ def test_no_journal(tmp_path, content):
     with Journal(path) as journal, pytest.raises(JournalError):
         journal.resume({"seed": 0}, MODELS, make_samples())
     assert path.read_text() == content
+
+
+class Prepared(Offline):
+    """Connects to two servers that answer from arrays."""
+
+    tokenizer = SimpleNamespace(
+        eos_token_id=0, encode=lambda text: [5, 6], decode=lambda ids, **_: str(ids)
+    )
+    sizes: list[int]
+    """Samples that were asked for at once, of the last round."""
+
+    def __init__(self, config: CoordinatorConfig):
+        super().__init__(config)
+        for server, model in zip(self.servers, MODELS):
+            server.model = model
+        self.sizes = []
+
+    async def _both(self, call) -> list:
+        return [await call(PreparedServer()) for _ in self.servers]
+
+    async def _ask(self, active: list[Sample]) -> list[list[Answer]]:
+        self.sizes.append(len(active))
+        await asyncio.sleep(0)
+        answers = []
+        for sample in active:
+            logprobs = make_pair(len(sample.ids))
+            order = np.argsort(-logprobs, axis=-1)[:, : self.config.top_k]
+            ids = sample.guess.unknown if sample.guess else np.empty(0, int)
+            tops = [TopK(row, logs[row]) for row, logs in zip(order, logprobs)]
+            answers.append([Answer(r[ids], 0.0, t) for r, t in zip(logprobs, tops)])
+        return [*zip(*answers)]
+
+
+class PreparedServer:
+    """What is asked of a server on connecting."""
+
+    connect = AsyncMock()
+    ask = AsyncMock()
+
+    async def tokenize(self, text: str) -> list[int]:
+        return Prepared.tokenizer.encode(text)
+
+    async def detokenize(self, ids: list[int]) -> str:
+        return Prepared.tokenizer.decode(ids)
+
+
+@pytest.fixture
+def sample_all(tmp_path, monkeypatch):
+    """Runs the command's part that draws; gives outputs and coordinators."""
+
+    def run(count: int, coordinators: int, out: str = "out", **settings):
+        duals = []
+
+        def make(config):
+            duals.append(Prepared(config))
+            return duals[-1]
+
+        monkeypatch.setattr(program, "DualVLLMCoordinator", make)
+        config = CoordinatorConfig(
+            url_a="http://a", url_b="http://b", max_tokens=4, **settings
+        )
+        prompts = [[5, 6 + n] for n in range(count)]
+        path = tmp_path / out
+        return asyncio.run(program.sample(config, prompts, path, coordinators)), duals
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("count", "coordinators", "batch_size", "expected"),
+    [
+        (5, 1, 32, [5]),
+        (8, 2, 32, [4, 4]),
+        (9, 2, 32, [5, 4]),
+        (2, 3, 32, [1, 1, None]),
+        (20, 2, 4, [4, 4]),
+    ],
+)
+def test_coordinators_share_the_samples(
+    sample_all, count, coordinators, batch_size, expected
+):
+    alone, _ = sample_all(count, 1, "alone", ignore_eos=True)
+    outputs, duals = sample_all(
+        count, coordinators, ignore_eos=True, batch_size=batch_size
+    )
+    assert [dual.sizes[0] if dual.sizes else None for dual in duals] == expected
+    assert all(max(dual.sizes, default=0) <= batch_size for dual in duals)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+
+
+def test_a_run_goes_on_with_the_same_stop_tokens(sample_all, tmp_path):
+    outputs, _ = sample_all(3, 1)
+    for same in ({"stop_token_ids": [0]}, {"stop_token_ids": [0, 0]}):
+        again, duals = sample_all(3, 1, **same)
+        assert again == outputs and not duals[0].sizes
+    before = (tmp_path / "out").read_bytes()
+    with pytest.raises(JournalError, match="other stop_token_ids:"):
+        sample_all(3, 1, stop_token_ids=[7])
+    assert (tmp_path / "out").read_bytes() == before
+
+
+def test_stop_tokens_outside_the_vocabulary(sample_all):
+    with pytest.raises(ValueError, match=r"stop_token_ids: \[300\] are outside"):
+        sample_all(1, 1, stop_token_ids=[299, VOCABULARY])
+
+
+def test_broken_generation_config_is_told_on_connecting(folder, monkeypatch):
+    models = [MODELS[0], Model("b", folder("b", "{"), 100)]
+    monkeypatch.setitem(globals(), "MODELS", models)
+
+    async def connect(**settings):
+        config = CoordinatorConfig(url_a="http://a", url_b="http://b", **settings)
+        async with Prepared(config):
+            pass
+
+    with pytest.raises(ServerError, match="generation_config.json of .*b'"):
+        asyncio.run(connect())
+    asyncio.run(connect(ignore_eos=True))
 
 
 class Http:
@@ -591,3 +802,78 @@ def test_wrong_options(options, message, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         program.main()
     assert message in capsys.readouterr().err
+
+
+def test_stop_token_ids_as_options(monkeypatch):
+    options = ["--stop-token-ids", "5", "9", "--stop-token-ids", "7"]
+    monkeypatch.setattr(sys, "argv", ["dual_vllm", "sample", *options])
+    settings = program.settings(
+        program.parse_args(), url_a="http://a", url_b="http://b"
+    )
+    assert settings.stop_token_ids == [5, 9, 7]
+
+
+def read_prompts(path: Path) -> list:
+    return program.read_prompts(SimpleNamespace(prompts=path, prompt=None))
+
+
+def test_prompts_of_a_file(tmp_path):
+    """With a byte-order mark, blank lines, and what only JSON takes for no line end."""
+    rows = [
+        {"prompt": "one\u2028line\u0085of\x1ctext"},
+        {"prompt_token_ids": [5, 6]},
+        {"prompt_token_ids": None, "prompt": "two"},
+        {"prompt_token_ids": [7], "prompt": "not this one"},
+    ]
+    path = tmp_path / "prompts"
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    lines[2:2] = ["", " \t"]
+    for end in ("\n", "\r\n"):
+        path.write_bytes(end.join([*lines, ""]).encode("utf-8-sig"))
+        assert read_prompts(path) == [rows[0]["prompt"], [5, 6], "two", [7]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "5",
+        "[]",
+        "null",
+        "{}",
+        '{"prompt": 5}',
+        '{"prompt": null}',
+        '{"prompt": ["a"]}',
+        '{"prompt_token_ids": 5}',
+        '{"prompt_token_ids": "56"}',
+        '{"prompt_token_ids": [5, "6"]}',
+        '{"prompt_token_ids": [5, true]}',
+        '{"prompt_token_ids": [5.0], "prompt": "a"}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:30],
+)
+def test_wrong_prompts(tmp_path, line):
+    path = tmp_path / "prompts"
+    path.write_text(f'{{"prompt": "a"}}\n\n{line}\n')
+    with pytest.raises(ValueError, match=f"--prompts: line 3 of {path} is no JSON"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty"), (b"\n \n", "is empty"), (b'{"prompt": "\xff"}', "is no UTF-8")],
+)
+def test_no_prompts(tmp_path, content, message):
+    path = tmp_path / "prompts"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"--prompts: {path} {message}"):
+        read_prompts(path)
+
+
+def test_commands_of_the_readme():
+    """They are called from where ./build.sh puts them."""
+    text = (EXAMPLES / "dual_vllm" / "README.md").read_text()
+    found = re.findall(r"(\S*)\b(?:python examples|vllm serve \S)", text)
+    assert len(found) >= 4
+    assert all(place.strip("`").endswith(".venv/bin/") for place in found)

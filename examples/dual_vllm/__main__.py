@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def settings(args: argparse.Namespace, **addresses: str) -> CoordinatorConfig:
-    given = {name: getattr(args, name) for name in SETTINGS}
+    given = {name: getattr(args, name) for name in [*SETTINGS, "stop_token_ids"]}
     given = {name: value for name, value in given.items() if value is not None}
     return CoordinatorConfig(
         **given, **addresses, model_a=args.served_a, model_b=args.served_b
@@ -146,7 +147,9 @@ async def sample(
         ]
         samples = [duals[0].sample(*pair) for pair in enumerate(prompts)]
         models = [server.model for server in duals[0].servers]
-        queue = journal.resume(config.model_dump(), models, samples)
+        stops = {"stop_token_ids": sorted(duals[0].stop_ids)}
+        queue = journal.resume(config.model_dump() | stops, models, samples)
+        share = math.ceil(len(queue) / coordinators)
         before = sum(len(s.output.token_ids) for s in samples)
         bar = stack.enter_context(
             tqdm(
@@ -159,7 +162,7 @@ async def sample(
         )
 
         async def work(dual: DualVLLMCoordinator) -> None:
-            async for steps in dual.steps(queue):
+            async for steps in dual.steps(queue, share):
                 journal.append(steps)
                 bar.update(len(steps))
                 done = sum(s.output.finish_reason is not None for s in samples)
@@ -220,18 +223,36 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
     if args.prompts is None:
         return args.prompt or PROMPTS
     prompts = []
-    for number, line in enumerate(args.prompts.read_text().splitlines(), start=1):
+    try:
+        text = args.prompts.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts: {args.prompts} is no UTF-8: {error}") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
-            prompts.append(row.get("prompt_token_ids") or row["prompt"])
-        except (ValueError, LookupError, TypeError, AttributeError):
+            prompts.append(read_prompt(json.loads(line)))
+        except (ValueError, RecursionError):
             raise ValueError(
                 f"--prompts: line {number} of {args.prompts} is no JSON object with "
-                "prompt or prompt_token_ids"
+                "prompt (a text) or prompt_token_ids (integers)"
             ) from None
     if not prompts:
         raise ValueError(f"--prompts: {args.prompts} is empty")
     return prompts
+
+
+def read_prompt(row: object) -> str | list[int]:
+    """Of an object with prompt_token_ids or, without any, with prompt."""
+    if not isinstance(row, dict):
+        raise ValueError(row)
+    ids, text = row.get("prompt_token_ids") or [], row.get("prompt")
+    if isinstance(ids, list) and all(type(i) is int for i in ids):
+        if ids:
+            return ids
+        if isinstance(text, str):
+            return text
+    raise ValueError(row)
 
 
 def parse_args() -> argparse.Namespace:
@@ -319,6 +340,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{name.replace('_', '-')}", type=kind, help=f"(default: {default})"
         )
+    group.add_argument(
+        "--stop-token-ids",
+        type=int,
+        nargs="+",
+        action="extend",
+        metavar="ID",
+        help="end a sample, beside the end-of-sequence tokens of both models",
+    )
 
 
 if __name__ == "__main__":

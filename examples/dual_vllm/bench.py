@@ -41,7 +41,7 @@ async def bench(
     """By number of prompts."""
     results = {}
     for count in counts:
-        options = {"batch_size": count, "ignore_eos": True}
+        options = {"batch_size": count, "ignore_eos": True, "stop_token_ids": []}
         speeds = Speeds([], [], [], [], [], [])
         for repeat in range(-1, repeats):  # the first one warms up
             seed = {"seed": config.seed + repeat + 1}

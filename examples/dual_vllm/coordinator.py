@@ -22,20 +22,26 @@ and restarts change the time only.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import has_file
 
 from dual_vllm import tilted
 from dual_vllm.server import Answer, Server, ServerError, TopK
+
+logger = logging.getLogger(__name__)
 
 NOT_SCORED = -1
 LOG_ZERO = -1e4
@@ -61,6 +67,9 @@ class CoordinatorConfig(BaseModel):
     seed: int = Field(0, ge=0)
     max_tokens: int = Field(128, ge=1)
     ignore_eos: bool = False
+    stop_token_ids: list[NonNegativeInt] = []
+    """End a sample, as the end-of-sequence tokens of both models do; with `ignore_eos`
+    as well."""
     top_k: int = Field(100, ge=1)
     """Most candidates that each model names for a position."""
     tail_mass: float = Field(0.0, ge=0, lt=1)
@@ -133,7 +142,7 @@ class GenerationOutput:
     token_ids: list[int] = field(default_factory=list)
     diagnostics: list[Diagnostics] = field(default_factory=list)
     finish_reason: str | None = None
-    text: str = ""
+    text: str = ""  # without the token that it stopped at
 
 
 @dataclass
@@ -226,6 +235,15 @@ class DualVLLMCoordinator:
         return max(self.tokenizer.get_vocab().values()) + 1
 
     @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a sample."""
+        ids = {*self.config.stop_token_ids}
+        if not self.config.ignore_eos:
+            ids = ids.union(*(end_ids(server.model.root) for server in self.servers))
+            ids.add(self.tokenizer.eos_token_id)
+        return frozenset(ids - {None})
+
+    @cached_property
     def max_model_len(self) -> int:
         return min(server.model.max_model_len for server in self.servers)
 
@@ -235,6 +253,7 @@ class DualVLLMCoordinator:
         Raises:
             ServerError: one does not.
             ServerUnavailable: one does not answer.
+            ValueError: a stop token is outside the vocabulary.
         """
         await self._both(lambda server: server.connect())
         ids = await asyncio.to_thread(lambda: self.tokenizer.encode(PROBE))
@@ -252,6 +271,12 @@ class DualVLLMCoordinator:
                     f"server {name} splits text into other tokens than the tokenizer "
                     f"{self.tokenizer.name_or_path!r}"
                 )
+        wrong = [i for i in self.config.stop_token_ids if i >= self.vocabulary]
+        if wrong:
+            raise ValueError(f"stop_token_ids: {wrong} are outside the vocabulary")
+        if not self.config.ignore_eos:  # files that are broken are told now
+            roots = [server.model.root for server in self.servers]
+            await asyncio.to_thread(lambda: [*map(end_ids, roots)])
         # The largest request there will be; a server that can not serve it says why.
         row = (everything * self.config.max_candidates)[: self.config.max_candidates]
         top_k = min(self.config.top_k, self.vocabulary)
@@ -325,18 +350,24 @@ class DualVLLMCoordinator:
             shown = text
 
     def set_text(self, output: GenerationOutput) -> None:
-        output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        ids = output.token_ids
+        if output.finish_reason == "stop":
+            ids = ids[:-1]
+        output.text = self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    async def steps(self, queue: deque[Sample]) -> AsyncIterator[list[Step]]:
-        """Draws the samples of a queue, `batch_size` at a time; the tokens of each
-        round as they come. Several coordinators may share a queue.
+    async def steps(
+        self, queue: deque[Sample], at_once: int | None = None
+    ) -> AsyncIterator[list[Step]]:
+        """Draws the samples of a queue, `batch_size` at a time or fewer; the tokens of
+        each round as they come. Several coordinators may share a queue.
 
         A sample that has some tokens already goes on from there. When this ends early
         for whatever reason, the samples hold exactly the tokens of the yielded steps.
         """
+        at_once = min(at_once or self.config.batch_size, self.config.batch_size)
         active: list[Sample] = []
         while True:
-            while queue and len(active) < self.config.batch_size:
+            while queue and len(active) < at_once:
                 active.append(queue.popleft())
             if not active:
                 return
@@ -480,7 +511,7 @@ class DualVLLMCoordinator:
         )
 
     def _finish_reason(self, sample: Sample, token: int) -> str | None:
-        if not self.config.ignore_eos and token == self.tokenizer.eos_token_id:
+        if token in self.stop_ids:
             return "stop"
         if len(sample.output.token_ids) + 1 >= self.config.max_tokens:
             return "length"
@@ -488,6 +519,44 @@ class DualVLLMCoordinator:
         if len(sample.ids) + 1 + 2 > self.max_model_len:
             return "length"
         return None
+
+
+@cache
+def end_ids(root: str) -> frozenset[int]:
+    """Tokens that end a text by the files of a model, tokenizer and
+    generation_config.json; none of a file that is not there.
+
+    Raises:
+        ServerError: generation_config.json is broken.
+    """
+    tokenizer = None
+    with suppress(OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(root)
+    ids = {tokenizer.eos_token_id} if tokenizer is not None else set()
+    there = False
+    with suppress(OSError, ValueError):
+        there = has_file(root, GENERATION_CONFIG_NAME)
+    if there:
+        try:
+            named = GenerationConfig.from_pretrained(root).eos_token_id
+        except (OSError, ValueError, TypeError) as error:
+            raise ServerError(
+                f"{GENERATION_CONFIG_NAME} of {root!r} can not be read: {error}"
+            ) from error
+        named = named if isinstance(named, list) else [named]
+        if any(type(i) is not int for i in named if i is not None):
+            raise ServerError(
+                f"{GENERATION_CONFIG_NAME} of {root!r}: eos_token_id {named} is no "
+                "token ids"
+            )
+        ids.update(named)
+    elif tokenizer is None:
+        logger.warning(
+            "%r is not here, so its own end-of-sequence tokens are not known: name "
+            "them with stop_token_ids",
+            root,
+        )
+    return frozenset(ids - {None})
 
 
 def describe(

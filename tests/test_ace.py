@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ sys.path.insert(0, str(EXAMPLES))
 from ace import ClientError, Completion, LLMClient, Playbook, Sampling, ServerGone
 from ace import __main__ as program
 from ace import bench, make_samples, prompts
-from ace.client import REFERENCE_MODEL
+from ace.client import REFERENCE_MODEL, TEMPLATE, is_continued
 from ace.journal import Journal, JournalError
 from ace.playbook import (
     Add,
@@ -44,6 +45,10 @@ SAMPLES = 12
 HELLO = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64  # of connections; beyond 5, they would be reset
+
+
 class FailingServer:
     """An OpenAI-compatible server, except for faults that are ordered. What it says is
     a function of the prompt."""
@@ -58,7 +63,7 @@ class FailingServer:
         self.says = says
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.http = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
@@ -288,12 +293,28 @@ def test_the_size_is_bounded():
     assert [b.id for b in book.bullets] == ["b1", "b4", "b5"]
 
 
+def test_a_playbook_that_is_loaded_is_bounded(tmp_path):
+    """Before a run begins, and when it grows; the last bullet is not spared."""
+    path = tmp_path / "playbook.json"
+    book = with_bullets(5)
+    book.tag({"b1": "helpful", "b3": "helpful", "b5": "harmful"})
+    book.save(path)
+    start = RunSettings(playbook=path, max_bullets=3).begin()
+    assert [b.id for b in start.bullets] == ["b1", "b3", "b4"]
+    assert start.max_bullets == 3
+    book.max_bullets = 2
+    book.apply([Add(type="ADD", content="new")])
+    assert [b.id for b in book.bullets] == ["b3", "b6"]
+
+
 def test_a_playbook_is_kept(tmp_path, monkeypatch):
     book, path = with_bullets(2), tmp_path / "playbook.json"
     book.tag({"b1": "helpful"})
     book.save(path)
     assert Playbook.load(path) == book
     assert json.loads(path.read_text())["bullets"][0]["helpful"] == 1
+    path.write_text(path.read_text(), "utf-8-sig")
+    assert Playbook.load(path) == book
 
     def interrupt(_):
         raise KeyboardInterrupt
@@ -324,6 +345,12 @@ def test_a_playbook_is_kept(tmp_path, monkeypatch):
         ('{"a": "cut\tin a li\nne', {"a": "cut in a li ne"}),
         ('{} {"a": 1}', {"a": 1}),
         ('{"a": {"b": 1', {"a": {"b": 1}}),
+        ('{"a": [{"b": 1}, {"c": "x,}"},]} and so on', {"a": [{"b": 1}, {"c": "x,}"}]}),
+        ('[{"a": "\\\\",\n},{"b": ", ]', [{"a": "\\"}, {"b": ", ]"}]),
+        ("[" * 1500 + '{"a": 1}]', [{"a": 1}]),
+        ('{"a": 1} {"a": 2}', {"a": 1}),
+        ('<think>{"a": 1}</think>{"a": 2}</think>{"a": 3}', {"a": 3}),
+        ('<think>{"a": 1}</think>', None),
         ("[]", []),
         ("none at all", None),
         ("", None),
@@ -333,10 +360,25 @@ def test_json_in_a_reply(text, value):
     assert read_json(text) == value
 
 
+def test_the_json_that_is_wanted():
+    """Has the key, and is the last one that has it."""
+    one, two, other = '{"a": 1}', '{"a": 2}', '{"b": {"a": 3}}'
+    for text in (f"{one} so {two}", f"{other}{one}{two} [{one}] {other}", two[:-1]):
+        assert read_json(text, "a") == {"a": 2}
+    assert read_json(f"{other} {one} {other} {two[:-1]}", "a") == {"a": 2}
+    assert read_json(f"[{one}] {other}", "c") == [{"a": 1}]
+    assert read_json("{}", "c") == {}
+
+
 def test_reflections():
     found = read_reflection('{"lesson": " x ", "tags": {"b1": "helpful", "b2": "so"}}')
     assert (found.lesson, found.tags) == ("x", {"b1": "helpful"})
     assert read_reflection('{"lesson": "x", "tags": ["b1"]}').tags == {}
+    found = read_reflection(
+        '<think>{"lesson": "draft"}</think> {"b2": "neutral"} {"lesson": "first"} '
+        '{"lesson": "last", "tags": {"[b3]": "harmful",},}'
+    )
+    assert (found.lesson, found.tags) == ("last", {"b3": "harmful"})
     for text in ("no", "{}", '{"lesson": ""}', '{"lesson": 5}', '[{"lesson": "x"}]'):
         assert read_reflection(text) is None
 
@@ -356,6 +398,19 @@ def test_reflections():
         ('{"operations": [{"type": "ADD", "content": "cut of', ["ADD"], 0),
         ('{"operations": [{"type": "MOVE", "id": "b1"}]}', [], 1),
         ('{"operations": "none"}', [], 1),
+        (
+            '{"operations": [{"type": "ADD", "content": "x"}, '
+            '{"type": "REMOVE", "id": "b1"},]}',
+            ["ADD", "REMOVE"],
+            0,
+        ),
+        ('{"type": "REMOVE", "id": "b1"} {"operations": []}', [], 0),
+        (
+            '<think>{"operations": []}</think>Like {"operations": [7]}: '
+            '{"operations": [{"type": "ADD", "content": "cut of',
+            ["ADD"],
+            0,
+        ),
         ("I would add nothing.", [], 1),
     ],
 )
@@ -364,10 +419,29 @@ def test_operations_in_a_reply(text, kinds, malformed):
     assert ([o.type for o in operations], wrong) == (kinds, malformed)
 
 
+def test_operations_name_bullets_as_the_prompt_does():
+    book = with_bullets(3)
+    operations, _ = read_operations(
+        '[{"type": "REMOVE", "id": "[b1]"}, '
+        '{"type": "UPDATE", "id": " [b3]", "content": "better"}]'
+    )
+    assert book.apply(operations) == 2
+    assert [(b.id, b.content) for b in book.bullets] == [
+        ("b2", "advice number 1"),
+        ("b3", "better"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("Answer: int", "int"),
+        ("A str. **Answer**: int", "int"),
+        ("A str. __Answer__ : int", "int"),
+        ("A str. **Answer:** int", "int"),
+        ("A str. ANSWER\uff1aint", "int"),
+        ("int my_answer: str", "int"),
+        ("Answer: `Str`", "str"),
         ("Is it a str? Answer: str.\nanswer : int", "int"),
         ("    name_int: str = 'int'", "str"),
         ("print(strint)", None),
@@ -382,12 +456,84 @@ def test_answers_with_choices(text, said):
     assert (judged.said, judged.right) == (said, said == "int")
 
 
+@pytest.mark.parametrize(
+    ("choices", "text", "said"),
+    [
+        (["yes", "no"], "Answer: Yes", "yes"),
+        (["yes", "no"], "Answer: NO, not yes", "no"),
+        (["ma", "Ma"], "Answer: Ma", "Ma"),
+        (["ma", "Ma"], "Answer: MA", None),
+        (["1", "1.5"], "Answer: 1.5", "1.5"),
+        (["1", "1.5"], "Answer: 1.", "1"),
+        (["C++", "C"], "Answer: C++.", "C++"),
+        (["C", "C++"], "Answer: c, not C++", "C"),
+        (["a", "a"], "Answer: A", "a"),
+    ],
+)
+def test_which_choice(choices, text, said):
+    sample = prompts.Sample(question="?", answer=choices[0], choices=choices)
+    assert prompts.judge(sample, text).said == said
+
+
+def test_an_article_is_no_choice():
+    sample = prompts.Sample(question="?", answer="B", choices=["A", "B"])
+    assert prompts.judge(sample, "It is a string, so B.").right
+    assert prompts.judge(sample, "Answer: b").right
+
+
 def test_answers_without_choices():
     sample = prompts.Sample(question="?", answer="Forty-two")
     for text in ("forty-two", "Hm. Answer:\n\n **forty-TWO**. \nyes", "`Forty-two`"):
         assert prompts.judge(sample, text).right
     for text in ("43", "", "forty-two or three"):
         assert not prompts.judge(sample, text).right
+    sample = prompts.Sample(question="?", answer="U.S.")
+    for text in ("U.S.", "**Answer**: u.s", "Answer: 'U.S.'"):
+        assert prompts.judge(sample, text).right
+
+
+def reflection_on(answer: str, **fields) -> str:
+    """What the reflector is asked."""
+    sample = prompts.Sample(question="?", answer="yes", **fields)
+    judged = prompts.judge(sample, answer)
+    return prompts.reflector(sample, answer, judged, Playbook(), False)[1]["content"]
+
+
+def test_the_reflector_sees_the_whole_answer_and_what_was_read():
+    answer = "Well, " * 500 + "Answer: Yes"
+    choices = ["yes", "no"]
+    asked = reflection_on(answer, choices=choices)
+    assert f"Answer: {answer}\nIt was read as: yes\nIt is right." in asked
+    asked = reflection_on(" no\n", choices=choices)
+    assert "Answer: no\nIt is wrong. The truth: yes" in asked
+    assert "read as" not in reflection_on("maybe", choices=choices)
+    assert "It was read as: maybe\nIt is wrong" in reflection_on("Answer: maybe.")
+
+
+def test_the_prompts_fit_the_reference_model():
+    """With all of a full playbook and of the longest answer."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL)
+    context = AutoConfig.from_pretrained(REFERENCE_MODEL).max_position_embeddings
+    defaults = RunSettings()
+    advice = "Prefer the plural for names of lists, the singular for an entry. " * 9
+    bullet = Bullet(id="b99", content=advice[: defaults.max_chars])
+    book = Playbook(bullets=[bullet] * defaults.max_bullets)
+    for sample in prompts.load_samples(prompts.SHIPPED):
+        answer = sample.prefix + "Aq\ufffd" * defaults.generator_tokens
+        judged = prompts.Judgement(said="str", right=False)
+        for phase, asked in {
+            "generator": prompts.generator(sample, book, True),
+            "reflector": prompts.reflector(sample, answer, judged, book, True),
+        }.items():
+            ids = tokenizer.apply_chat_template(
+                asked,
+                chat_template=TEMPLATE.read_text(),
+                continue_final_message=is_continued(asked),
+                return_dict=False,
+            )
+            assert len(ids) + defaults.sampling()[phase].max_tokens <= context
 
 
 def test_the_shipped_samples(tmp_path, monkeypatch):
@@ -403,6 +549,12 @@ def test_the_shipped_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(make_samples, "FOLDER", tmp_path)
     make_samples.main()
     assert (tmp_path / "samples.json").read_text() == prompts.SHIPPED.read_text()
+
+
+def test_samples_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "samples.json"
+    path.write_text(prompts.SHIPPED.read_text("utf-8"), "utf-8-sig")
+    assert prompts.load_samples(path) == prompts.load_samples(prompts.SHIPPED)
 
 
 @pytest.mark.parametrize(
@@ -661,6 +813,31 @@ def test_patience_ends(server):
         with pytest.raises(ServerGone, match="no good answer for 1 s .*out of luck"):
             client.chat([HELLO], Sampling())
         assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("patience", [0.3, 2])
+def test_patience_begins_with_the_first_failure(patience):
+    """However long that took: a server that never answers is asked again."""
+    connections = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def accept() -> None:
+            try:
+                while True:
+                    connections.append(silent.accept()[0])
+            except OSError:  # closed
+                pass
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ServerGone, match=f"no good answer for {patience:g} s"):
+            LLMClient("openai", base_url=url, timeout=0.3, patience=patience)
+        silent.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in connections:
+        connection.close()
+    assert len(connections) > 1
 
 
 def command(url: str, samples: Path, output: Path, *options: str) -> list[str]:
@@ -1028,6 +1205,21 @@ def test_a_chat_template_that_is_no_text(tmp_path):
     path.write_bytes(b"\xe9")
     with pytest.raises(ClientError, match="--chat-template"):
         LLMClient("transformers", chat_template=path)
+
+
+def test_a_chat_template_that_begins_with_bos(tmp_path):
+    """As the README says, for models that want it; the shipped one does not."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ bos_token }}" + TEMPLATE.read_text())
+    prompt = {}
+    for template in (TEMPLATE, path):
+        with LLMClient("transformers", chat_template=template) as client:
+            [found] = client.chat([HELLO], Sampling(max_tokens=1))
+            prompt[template] = found.prompt_token_ids
+            tokenizer = client._backend.tokenizer
+    assert tokenizer("hello").input_ids[0] != tokenizer.bos_token_id
+    assert prompt[TEMPLATE][0] != tokenizer.bos_token_id
+    assert prompt[path] == [tokenizer.bos_token_id, *prompt[TEMPLATE]]
 
 
 def test_the_chat_template_is_part_of_who_is_asked(tmp_path):

@@ -376,7 +376,7 @@ class _Transformers:
         self, prompts: list[list[int]], sampling: Sampling, top: int
     ) -> list[Completion]:
         import torch
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, StoppingCriteriaList
 
         options: dict[str, Any] = {"do_sample": False}
         if sampling.temperature:
@@ -388,8 +388,6 @@ class _Transformers:
             }
             if sampling.seed is not None:
                 torch.manual_seed(sampling.seed)
-        if sampling.stop:
-            options["stop_strings"] = list(sampling.stop)
         config = GenerationConfig(
             max_new_tokens=sampling.max_tokens,
             eos_token_id=self.ends or None,
@@ -400,11 +398,22 @@ class _Transformers:
         )
         inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
         inputs = inputs.to(self.network.device)
+        width = inputs["input_ids"].shape[1]
+        last = max(map(len, sampling.stop), default=0) + 8  # tokens without a character
+
+        def has_stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            texts = self.tokenizer.batch_decode(
+                ids[:, width:][:, -last:], skip_special_tokens=True
+            )
+            stopped = [_cut(text, sampling.stop) != text for text in texts]
+            return torch.tensor(stopped, device=ids.device)
+
+        # Its own `stop_strings` may begin in the prompt, which vLLM's may not.
+        criteria = StoppingCriteriaList([has_stopped] if sampling.stop else [])
         with torch.inference_mode():
             out = self.network.generate(
-                **inputs, generation_config=config, tokenizer=self.tokenizer
+                **inputs, generation_config=config, stopping_criteria=criteria
             )
-        width = inputs["input_ids"].shape[1]
         tables = None
         if top:
             logits = torch.stack(out.logits, dim=1).float()  # [batch, tokens, vocab]
@@ -642,7 +651,7 @@ class _OpenAI:
 
     async def _patiently(self, call, *args) -> Any:
         """Calls until there is a good answer, ever less often and not before the server
-        wants to be asked again, for `patience` seconds.
+        wants to be asked again, for `patience` seconds from the first failure.
 
         Raises:
             ClientError: a refusal, or `MALFORMED_ATTEMPTS` malformed answers.
@@ -654,17 +663,18 @@ class _OpenAI:
             wait_exponential_jitter,
         )
 
-        malformed = 0
+        malformed, begin = 0, None
         pause = wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
 
         def wait(state) -> float:
             return state.outcome.exception().wait + pause(state)
 
         def stop(state) -> bool:
-            nonlocal malformed
+            nonlocal malformed, begin
             failure = state.outcome.exception()
             malformed += isinstance(failure, _Malformed)
-            left = self.patience - state.seconds_since_start
+            begin = begin or state.outcome_timestamp
+            left = self.patience - (state.outcome_timestamp - begin)
             return malformed >= MALFORMED_ATTEMPTS or left <= failure.wait
 
         def report(state) -> None:

@@ -8,14 +8,25 @@ whole, and nothing that was learned is lost on the way.
 
 import json
 import os
+import re
+from codecs import BOM_UTF8
+from collections.abc import Iterator
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic_core
-from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 
 Content = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Named = Annotated[str, AfterValidator(lambda text: text.strip("[] "))]  # by its id
 Verdict = Literal["helpful", "harmful", "neutral"]
 
 
@@ -41,13 +52,13 @@ class Add(BaseModel):
 
 class Update(BaseModel):
     type: Literal["UPDATE"]
-    id: str
+    id: Named
     content: Content
 
 
 class Remove(BaseModel):
     type: Literal["REMOVE"]
-    id: str
+    id: Named
 
 
 Operation = Annotated[Add | Update | Remove, Field(discriminator="type")]
@@ -58,7 +69,7 @@ class Reflection(BaseModel):
     """What is to be learned from one answer."""
 
     lesson: Content
-    tags: dict[str, Verdict] = {}  # by bullet id
+    tags: dict[Named, Verdict] = {}
 
 
 class Playbook(BaseModel):
@@ -107,16 +118,19 @@ class Playbook(BaseModel):
                 bullet.helpful += verdict == "helpful"
                 bullet.harmful += verdict == "harmful"
 
+    def trim(self, room: int = 0) -> None:
+        """Drops bullets of least worth, of equals the oldest, until there is room for
+        so many new ones."""
+        while len(self.bullets) > self.max_bullets - room:
+            self.bullets.remove(min(self.bullets, key=lambda b: b.worth))
+
     def _add(self, content: str) -> bool:
         content = self._clip(content)
         if not content or self._alike(content):
             return False
-        bullet = Bullet(id=f"b{self.next_number}", content=content)
+        self.trim(room=1)
+        self.bullets.append(Bullet(id=f"b{self.next_number}", content=content))
         self.next_number += 1
-        self.bullets.append(bullet)
-        if len(self.bullets) > self.max_bullets:
-            # The one of least worth goes, of equals the oldest; not the new one.
-            self.bullets.remove(min(self.bullets[:-1], key=lambda b: b.worth))
         return True
 
     def _update(self, bullet: Bullet, content: str) -> bool:
@@ -156,7 +170,7 @@ class Playbook(BaseModel):
     def load(cls, path: Path) -> Self:
         """Raises: PlaybookError."""
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
         except (OSError, ValidationError) as error:
             raise PlaybookError(f"{path} is no playbook: {error}") from error
 
@@ -177,30 +191,53 @@ def replace_file(path: Path, text: str) -> None:
 # What models say
 
 
-def read_json(text: str) -> Any:
-    """The first JSON object, or array of objects, in a text, whatever is around it; one
-    that the text leaves open is closed. None if there is none."""
-    decoder = json.JSONDecoder(strict=False)
-    empty = None
-    for start in (n for n, c in enumerate(text) if c in "{["):
+_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*"?)|,(?=\s*[]}])', re.DOTALL)
+"""Or a string, which stays as it is."""
+
+
+def read_json(text: str, key: str | None = None) -> Any:
+    """The last JSON object in a text that has the key, else the first object or array
+    of objects, whatever is around it; one that the text leaves open is closed. What is
+    before `</think>` is a draft. None if there is none."""
+    values = [*_values(text.rpartition("</think>")[2])]
+    keyed = [value for value in values if isinstance(value, dict) and key in value]
+    if keyed:
+        return keyed[-1]
+    return next(filter(None, values), values[-1] if values else None)
+
+
+def _values(text: str) -> Iterator[Any]:
+    """Objects, arrays of objects and empty ones; not those within others."""
+    while found := re.search(r"[{[]", text):
+        text = text[found.start() :]
         try:
-            value = decoder.raw_decode(text, start)[0]
+            value, rest = _decode(text)
+        except (ValueError, RecursionError):
+            value, rest = None, ""
+        entries = [value] if isinstance(value, dict) else value
+        if value == [] or entries and any(isinstance(e, dict) for e in entries):
+            yield value
+            text = rest
+        else:
+            text = text[1:]
+
+
+def _decode(text: str) -> tuple[Any, str]:
+    """The JSON that a text begins with, and what comes after it."""
+    tidy = _TRAILING_COMMA.sub(r"\1", text)
+    for part in (text, tidy):
+        try:
+            value, end = json.JSONDecoder(strict=False).raw_decode(part)
         except ValueError:
-            part = "".join(max(c, " ") for c in text[start:])
-            try:
-                value = pydantic_core.from_json(part, allow_partial="trailing-strings")
-            except ValueError:
-                continue
-        if not value:
-            empty = value
-        elif isinstance(value, dict) or any(isinstance(v, dict) for v in value):
-            return value
-    return empty
+            continue
+        return value, part[end:]
+    tidy = "".join(max(c, " ") for c in tidy)
+    return pydantic_core.from_json(tidy, allow_partial="trailing-strings"), ""
 
 
 def read_reflection(text: str) -> Reflection | None:
     """None if the text holds none. Tags that are not of the right form are left out."""
-    value = read_json(text)
+    value = read_json(text, "lesson")
     if not isinstance(value, dict):
         return None
     tags = value.get("tags")
@@ -215,7 +252,7 @@ def read_reflection(text: str) -> Reflection | None:
 def read_operations(text: str) -> tuple[list[Operation], int]:
     """Operations, and how many there were that are of no right form. A text without
     any counts as one."""
-    value = read_json(text)
+    value = read_json(text, "operations")
     if isinstance(value, dict):
         value = value.get("operations", [value])
     if not isinstance(value, list):

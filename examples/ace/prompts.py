@@ -3,6 +3,7 @@
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,10 +14,10 @@ from ace.client import Conversation
 from ace.playbook import Playbook
 
 SHIPPED = Path(__file__).with_name("samples.json")
-ANSWER_CHARS = 300
-"""Of an answer, so many reach the reflector."""
 LESSON_CHARS = 300
 """Of a lesson, so many reach the curator."""
+MARKS = " \t*`\"'."
+"""Around an answer, these do not count."""
 
 
 class SampleError(ValueError):
@@ -45,7 +46,8 @@ class Judgement(BaseModel):
 def load_samples(path: Path) -> list[Sample]:
     """Raises: SampleError."""
     try:
-        samples = TypeAdapter(list[Sample]).validate_json(path.read_bytes())
+        content = path.read_bytes().removeprefix(BOM_UTF8)
+        samples = TypeAdapter(list[Sample]).validate_json(content)
     except (OSError, ValidationError) as error:
         raise SampleError(f"--samples: {path}: {error}") from error
     if not any(sample.split == "train" for sample in samples):
@@ -83,9 +85,11 @@ def reflector(
         '{"b3": "helpful"}} with helpful, harmful or neutral for each advice that was '
         "used."
     )
+    answer = text.strip()
+    read = "" if judged.said in (None, answer) else f"It was read as: {judged.said}\n"
     user = (
         f"Playbook:\n{playbook.render() or '(empty)'}\n\n"
-        f"Question: {sample.question}\nAnswer: {text.strip()[:ANSWER_CHARS]}\n"
+        f"Question: {sample.question}\nAnswer: {answer}\n{read}"
         f"It is {'right' if judged.right else 'wrong'}. The truth: {sample.answer}"
     )
     return _conversation(system, user, '{"lesson": "' if prefill else "")
@@ -122,22 +126,33 @@ def whole(conversation: Conversation, text: str) -> str:
     return (last["content"] if last["role"] == "assistant" else "") + text
 
 
+def _places(text: str, choices: Sequence[str], flags: int = 0) -> dict:
+    """Where each choice that is in the text comes first, the longest before others."""
+    return {
+        choice: (found.start(), -len(choice))
+        for choice in choices
+        if (found := re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", text, flags))
+    }
+
+
 def judge(sample: Sample, text: str) -> Judgement:
     """Reads the answer: what follows the last `Answer:`, or else the whole text
-    without its given beginning. Of choices, the one that comes first in it."""
+    without its given beginning. Of choices, the one that comes first in it, and of
+    several there the longest; small and capital letters are the same, unless they alone
+    tell two choices apart or, without `Answer:`, another is there to the letter."""
     text = text.removeprefix(sample.prefix) if sample.prefix else text
-    *_, said = re.split(r"(?i)\banswer\s*:", text)
+    *before, said = re.split(r"(?i)\b_*answer[\s*_`]*[:\uff1a]", text)
     if sample.choices:
-        places = {
-            choice: found.start()
-            for choice in sample.choices
-            if (found := re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", said))
-        }
+        folded = {choice.casefold() for choice in sample.choices}
+        loose = re.IGNORECASE if len(folded) == len({*sample.choices}) else 0
+        exact = {} if before else _places(said, sample.choices)
+        places = exact or _places(said, sample.choices, loose)
         choice = min(places, key=places.__getitem__, default=None)
         return Judgement(said=choice, right=choice == sample.answer)
-    lines = [line.strip(" \t*`\"'.") for line in said.splitlines()]
+    lines = [line.strip(MARKS) for line in said.splitlines()]
     first = next(filter(None, lines), None)
-    right = first is not None and first.casefold() == sample.answer.casefold()
+    truth = sample.answer.strip(MARKS).casefold()
+    right = first is not None and first.casefold() == truth
     return Judgement(said=first, right=right)
 
 

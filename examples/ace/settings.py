@@ -70,7 +70,9 @@ class Common(BaseSettings):
     top_k: int = Field(0, ge=0, description="0: all tokens")
     seed: int | None = Field(None, description="of sampling")
     stop: list[str] = Field([], description="JSON, texts that end an answer")
-    generator_tokens: int = Field(16, ge=1, description="of an answer, at most")
+    generator_tokens: int = Field(
+        16, ge=1, description="of an answer, at most; the reflector reads all of it"
+    )
     reflector_tokens: int = Field(48, ge=1, description="of a reflection, at most")
     curator_tokens: int = Field(64, ge=1, description="of the operations, at most")
     lessons: int = Field(1, ge=1, description="for one call of the curator")
@@ -82,7 +84,9 @@ class Common(BaseSettings):
         """The playbook to begin with."""
         start = Playbook.load(self.playbook) if self.playbook else Playbook()
         bounds = {"max_bullets": self.max_bullets, "max_chars": self.max_chars}
-        return start.model_copy(update=bounds)
+        book = start.model_copy(update=bounds)
+        book.trim()
+        return book
 
     def sampling(self) -> dict[Phase, Sampling]:
         return {

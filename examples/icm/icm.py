@@ -110,7 +110,10 @@ class Settings(BaseSettings):
     seeds: int = Field(8, ge=1, description="examples labelled at random at first")
     fix_rounds: int = Field(10, ge=0, description="of a consistency fix, at most")
     seed: int = Field(0, description="of all random choices")
-    output: Path = Field(Path("icm-run"), description="folder of checkpoint and report")
+    output: Path = Field(
+        Path(__file__).parents[2] / "build" / "icm",
+        description="folder of checkpoint and report",
+    )
     restart: bool = Field(
         False, description="throw away the checkpoint there; without it a run goes on"
     )

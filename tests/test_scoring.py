@@ -141,7 +141,7 @@ def test_logprobs_mode_changes_the_values_alone(engine, llm, llama, mode):
 
 def test_a_large_vocabulary_is_scored_in_pieces(engine, oracle):
     """Four requests of 230 rows in one step, at 40,001 words: 147 MB of logits, of which
-    at most 96 MiB exist at once."""
+    at most 32 MiB exist at once."""
     vocabulary = CONFIGS["wide"].vocab_size
     prompts = [random_ids(n, vocabulary, 231) for n in range(4)]
     targets = [

@@ -23,7 +23,7 @@ import pytest
 import requests
 from live_server import live_server
 from oracle import pad_targets
-from scoring import assert_scores, random_ids
+from scoring import FLOAT32_TOLERANCE, assert_scores, random_ids
 from tiny_models import CONFIGS, make_tokenizer
 
 MODEL = "tiny"
@@ -448,6 +448,32 @@ def test_max_tokens_zero_is_for_scores(server):
             assert error["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize("length", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_may_fill_the_context(server, llama, length, max_tokens):
+    """If nothing is to be generated."""
+    ids = random_ids(1, VOCABULARY, length)
+    targets = {"target_token_ids": ids[1:]}
+    sampling = {"sampling_params": {"max_tokens": max_tokens}}
+    fields = {"model": MODEL, "prompt": ids, "max_tokens": max_tokens}
+    joined = {"prompt": ids[:-3], "continuations": [ids[-3:]]}
+    # Upstream's name for what no request may have.
+    whole = "prompt" if length == MAX_MODEL_LEN else "input_tokens"
+    requests = [
+        (COMPLETIONS, fields | targets, whole, ids[1:]),
+        (COMPLETIONS, fields | joined, "continuations", ids[-3:]),
+        (GENERATE, {"token_ids": ids} | sampling | targets, "token_ids", ids[1:]),
+    ]
+    for path, body, parameter, scored in requests:
+        if length > MAX_MODEL_LEN or max_tokens:
+            assert server.refusal(path, body)["param"] == parameter
+            continue
+        (choice,) = server.ask(path, **body)["choices"]
+        found = choice["target_logprobs"]["logprobs"]
+        expected = llama.scores(ids, scored).logprobs
+        np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["target_token_ids", "target_text", "continuations"])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -560,7 +586,7 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
     ("prompt", {"prompt": [5, 2**70]}),
     ("prompt", {"prompt": {"a": 1}}),
     ("prompt", {"prompt": [[5, 6], ["7"]]}),
-    ("prompt", {"prompt": [5] * MAX_MODEL_LEN}),
+    ("input_tokens", {"prompt": [5] * (MAX_MODEL_LEN + 1)}),
     ("input_tokens", {"prompt": [5] * 5000}),  # upstream's name for a long prompt
     ("temperature", {"temperature": float("nan")}),
     ("n", {"n": "x"}),
@@ -618,7 +644,7 @@ BAD_CONTINUATIONS: list[tuple[str, dict[str, object]]] = [
     ("prompt", {"prompt": ["a"]}),
     ("prompt", {"prompt": []}),
     ("prompt", {"prompt": [5, VOCABULARY]}),
-    ("prompt", {"prompt": [5] * MAX_MODEL_LEN}),
+    ("prompt", {"prompt": [5] * (MAX_MODEL_LEN + 1)}),
     ("stream", {"stream": True}),
     ("input_text", {"prompt": "a", "continuations": ["b", "c" * 100_000]}),
 ]
@@ -634,7 +660,7 @@ BAD_GENERATE: list[tuple[str, dict[str, object]]] = [
     ("token_ids", {"token_ids": [[5, 6]]}),
     ("token_ids", {"token_ids": [5, 0.5]}),
     ("token_ids", {"token_ids": [5, VOCABULARY]}),
-    ("token_ids", {"token_ids": [5] * MAX_MODEL_LEN}),
+    ("token_ids", {"token_ids": [5] * (MAX_MODEL_LEN + 1)}),
     ("max_tokens", {"target_token_ids": None}),
     (
         "target_token_ids",
@@ -889,7 +915,7 @@ class Clients:
     async def score_continuations(self, session) -> None:
         rng = self.rng
         prompt = rng.choice(self.prompts[:-1])
-        room = MAX_MODEL_LEN - 1 - len(prompt)
+        room = MAX_MODEL_LEN - len(prompt)
         targets = [
             [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, min(room, 9)))]
             for _ in range(rng.randint(1, 8))

@@ -381,8 +381,8 @@ def test_bfloat16(engine, depth_oracle):
     assert error(routed, full_depth) > 5 * noise  # wrong depths would show
 
 
-def test_without_eager_it_runs_eager_all_the_same(engine, llama):
-    """A graph that was traced without depths would ignore them."""
+def test_without_eager_depths_are_not_ignored(engine, llama):
+    """As a graph that was traced without them would."""
     llm = engine("deep_llama", **routing(enforce_eager=False))
     requests = serve(llm, traffic(), random_plan(15))
     assert_logits(llama, requests)

@@ -152,7 +152,7 @@ def main() -> None:
         tolerances={"float32": FLOAT32, "bfloat16": BFLOAT16},
         wrong=wrong,
     )
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or None)
 
 
 def make_requests() -> tuple[list, list]:

@@ -56,6 +56,7 @@ class FailingServer:
     def __init__(self):
         self.faults: list[str | None] = []
         self.asked: list[dict] = []  # bodies of the requests answered well
+        self.key: str | None = None  # whose requests these are; anyone's
         self.owner = "vllm"
         self.root: str | None = None  # folder or hub name of the model, if it tells
         self.retry_after: str | None = None  # header of a 429
@@ -166,8 +167,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             time.sleep(2 * SLOW if fault == "slow" else self.owner.pause)
             if fault != "slow":
-                with self.owner.lock:
-                    self.owner.asked.append(body)
+                key = self.headers["Authorization"].removeprefix("Bearer ")
+                if self.owner.key in (None, key):
+                    with self.owner.lock:
+                        self.owner.asked.append(body)
             try:
                 self.reply(200, answer)
             except OSError:
@@ -980,8 +983,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
         with pytest.raises(SystemExit) as error:
             program.main(arguments)
     assert error.value.code == 130 and len(journal(output)) == stop
+    # A request that was under way may yet be answered, and is not of the second run.
+    server.key = "of the second run"
     server.asked.clear()
-    program.main(arguments)
+    program.main([*arguments, f"--api-key={server.key}"])
     assert journal(output) == journal(whole)
     assert playbook(output) == playbook(whole)
     assert len(server.asked) == len(journal(whole)) - stop

@@ -8,6 +8,9 @@ prefix caches, and the same numbers of tokens:
 - *one server*: one server alone is asked what the coordinator asks of each. The two
   work at once, so this is the least time that is possible, given a machine for each;
 - *dual*: the coordinator with both servers.
+
+Then the last of these is done again with what the servers answered, while they rest:
+*alone*.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ import numpy as np
 
 from dual_vllm import report
 from dual_vllm.coordinator import CoordinatorConfig, DualVLLMCoordinator
+from dual_vllm.replay import record, replay
 
 
 class Speeds(NamedTuple):
@@ -31,7 +35,7 @@ class Speeds(NamedTuple):
     one_server: list[float]
     dual: list[float]
     overhead: list[float]  # milliseconds of this process's processor time a token
-    drawing: list[float]  # of these, without requests and answers
+    alone: list[float]  # the same while the servers rest
     rounds: list[float]  # rounds of requests per token of a sample
 
 
@@ -46,7 +50,9 @@ async def bench(
         for repeat in range(-1, repeats):  # the first one warms up
             seed = {"seed": config.seed + repeat + 1}
             settings = CoordinatorConfig(**config.model_dump() | options | seed)
-            async with DualVLLMCoordinator(settings) as dual:
+            dual = DualVLLMCoordinator(settings)
+            answers = [record(server) for server in dual.servers]
+            async with dual:
                 prompts = cut(dual.tokenizer.encode(text), count, repeat)
                 tokens = count * settings.max_tokens
                 await asyncio.gather(
@@ -57,18 +63,35 @@ async def bench(
                     "one_server": await one_server(dual, prompts),
                 }
                 rounds, begin = dual.rounds, time.perf_counter()
-                processor = time.process_time()
-                await dual.generate_batch(prompts)
+                overhead, outputs = await generate(dual, prompts)
                 seconds["dual"] = time.perf_counter() - begin
-                processor = time.process_time() - processor
                 if repeat >= 0:
                     for name, value in seconds.items():
                         getattr(speeds, name).append(tokens / value)
-                    speeds.overhead.append(1000 * processor / tokens)
-                    speeds.drawing.append(1000 * dual.drawing / tokens)
+                    speeds.overhead.append(overhead)
                     speeds.rounds.append((dual.rounds - rounds) / settings.max_tokens)
+        with replay(answers) as urls:
+            addresses = dict(zip(("url_a", "url_b"), urls))
+            settings = CoordinatorConfig(**settings.model_dump() | addresses)
+            async with DualVLLMCoordinator(settings) as dual:
+                for repeat in range(-1, repeats):
+                    overhead, again = await generate(dual, prompts)
+                    assert again == outputs
+                    if repeat >= 0:
+                        speeds.alone.append(overhead)
         results[count] = speeds
     return results
+
+
+async def generate(
+    dual: DualVLLMCoordinator, prompts: list[list[int]]
+) -> tuple[float, list[list[int]]]:
+    """Milliseconds of this process's processor time a token, and the tokens."""
+    begin = time.process_time()
+    outputs = await dual.generate_batch(prompts)
+    seconds = time.process_time() - begin
+    drawn = [output.token_ids for output in outputs]
+    return 1000 * seconds / sum(map(len, drawn)), drawn
 
 
 PROMPT_TOKENS = 64
@@ -133,9 +156,9 @@ def show(results: dict[int, Speeds]) -> None:
                 f"{dual / statistics.median(speeds.one_server):.2f}",
                 f"{statistics.median(speeds.rounds):.2f}",
                 f"{statistics.median(speeds.overhead):.2f} ms",
-                f"{statistics.median(speeds.drawing):.2f} ms",
+                f"{statistics.median(speeds.alone):.2f} ms",
             )
         )
     columns = ("prompts", "plain", "one server", "dual", "dual / plain")
-    columns += ("dual / one", "rounds a token", "overhead a token", "drawing")
+    columns += ("dual / one", "rounds a token", "overhead a token", "alone")
     report.table("Tokens a second", columns, rows)

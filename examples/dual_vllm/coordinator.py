@@ -23,7 +23,6 @@ and restarts change the time only.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -201,8 +200,6 @@ class DualVLLMCoordinator:
         )
         self.rounds = 0
         """How often both servers were asked."""
-        self.drawing = 0.0
-        """Seconds of processor time of what is not requests and answers."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -372,10 +369,8 @@ class DualVLLMCoordinator:
             if not active:
                 return
             answers = await self._ask(active)
-            begin = time.thread_time()
             drawn = map(self._advance, active, zip(*answers))
             steps = [step for step in drawn if step is not None]
-            self.drawing += time.thread_time() - begin
             active = [s for s in active if s.output.finish_reason is None]
             if steps:
                 yield steps

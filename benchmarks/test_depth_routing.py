@@ -35,9 +35,9 @@ VOCABULARY = int(os.environ.get("DEPTH_VOCABULARY", "32000"))
 COMPILED = os.environ.get("DEPTH_COMPILED", "0") == "1"
 MODE = "compiled" if COMPILED else "eager"
 ROUNDS = int(os.environ.get("DEPTH_ROUNDS", "11"))
-DISTINCT = 8
-"""Prompts of a long context that differ; the others read them from the prefix cache.
-Their keys and values fill caches several times over, and prefill stays bearable."""
+DISTINCT = int(os.environ.get("DEPTH_DISTINCT", "32"))
+"""Prompts of a long context that differ; the others read them from the prefix cache, and
+decode keys and values that are in the processor's caches more often."""
 NEVER = 10**6
 LONGEST = 1024 + max(12 * ROUNDS, 256)
 

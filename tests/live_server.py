@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts `vllm serve` on the loopback for the time of some tests."""
+"""Servers on the loopback for the time of some tests."""
 
 import socket
 import subprocess
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,6 +15,12 @@ import requests
 import runners
 
 START_SECONDS = 600
+
+
+class LoopbackServer(ThreadingHTTPServer):
+    """For answers that a test makes itself."""
+
+    request_queue_size = 64  # of connections; beyond 5, they would be reset
 
 
 @contextmanager
@@ -24,7 +31,7 @@ def live_server(
     log: Path,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[subprocess.Popen, int]]:
-    """Yields the process and the port of a server that answers.
+    """Starts `vllm serve`; yields its process and its port once it answers.
 
     Args:
         model: folder of the model.

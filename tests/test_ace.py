@@ -14,11 +14,12 @@ import threading
 import time
 from collections import Counter
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import runners
+from live_server import LoopbackServer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -45,10 +46,6 @@ SAMPLES = 12
 HELLO = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
 
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 64  # of connections; beyond 5, they would be reset
-
-
 class FailingServer:
     """An OpenAI-compatible server, except for faults that are ordered. What it says is
     a function of the prompt."""
@@ -64,7 +61,7 @@ class FailingServer:
         self.says = says
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
-        self.http = _Server(("127.0.0.1", 0), handler)
+        self.http = LoopbackServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 

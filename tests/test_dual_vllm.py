@@ -46,6 +46,7 @@ from dual_vllm.launch import (
     first_layers,
     share_cores,
 )
+from dual_vllm.replay import record, replay
 from dual_vllm.server import Answer, Model, Server, TopK
 
 VOCABULARY = 300
@@ -726,6 +727,38 @@ def test_no_address(url):
 
     with pytest.raises(ServerError, match="is no address"):
         asyncio.run(run())
+
+
+def test_recorded_answers_are_given_again():
+    async def echo(request):
+        return web.json_response({"tokens": [*await request.read()]})
+
+    async def cards(_):
+        return web.Response(body=CARDS, content_type="application/json")
+
+    async def use(server: Server, text: str) -> list[int]:
+        try:
+            await server.connect()
+            return await server.tokenize(text)
+        finally:
+            await server.close()
+
+    async def ask() -> tuple[list[int], dict]:
+        app = web.Application()
+        app.router.add_get("/v1/models", cards)
+        app.router.add_post("/tokenize", echo)
+        async with TestServer(app) as http:
+            server = Server(str(http.make_url("/")))
+            answers = record(server)
+            return await use(server, "text"), answers
+
+    tokens, answers = asyncio.run(ask())
+    assert len(answers) == 2 and tokens
+    with replay([{}, answers]) as (empty, full):
+        assert asyncio.run(use(Server(full), "text")) == tokens
+        for url, text in ((full, "other"), (empty, "text")):
+            with pytest.raises(ServerError, match="not recorded"):
+                asyncio.run(use(Server(url), text))
 
 
 def test_each_server_has_its_own_cores(monkeypatch, tmp_path):

@@ -14,12 +14,13 @@ import threading
 import time
 from collections import Counter
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from live_server import LoopbackServer
 
 FOLDER = Path(__file__).parents[1] / "examples" / "icm"
 sys.path.insert(0, str(FOLDER))
@@ -33,10 +34,6 @@ from search import Consistency, Example, Parameters, Search, agreement
 
 SLOW = 1.0  # seconds; a slow answer takes twice as long as the client waits
 BLOCK = 4  # tokens of a block of the server's prefix cache
-
-
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 64  # of connections; beyond 5, they would be reset
 
 
 class FailingServer:
@@ -55,7 +52,7 @@ class FailingServer:
         self.cached: set[tuple[int, ...]] = set()  # prefixes of whole blocks
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
-        self.http = _Server(("127.0.0.1", 0), handler)
+        self.http = LoopbackServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 

@@ -3,6 +3,8 @@
 
     UTIO_SOAK_SECONDS=1800 python -m pytest tests/test_utio_soak.py --runner v1
 
+Eager, and with UTIO_SOAK_COMPILED=1 as users compile it.
+
 Random arrivals, lengths, ceilings, sampling, sequences, streams, clients that hang up and
 requests that are wrong, while audits run. Nothing may crash, get stuck,
 be answered wrongly or leak, and the counters must add up to the tokens served.
@@ -25,6 +27,7 @@ from test_serving import OPTIONS
 from tiny_models import CONFIGS
 
 SECONDS = float(os.environ.get("UTIO_SOAK_SECONDS", "20"))
+COMPILED = os.environ.get("UTIO_SOAK_COMPILED") == "1"
 AT_ONCE = 24
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
 LEAK = 48 * 2**20
@@ -45,7 +48,7 @@ BAD = [
 @pytest.fixture(scope="module")
 def server(runner, model_folder, tmp_path_factory):
     options = [f"--{name}={value}" for name, value in OPTIONS.items()] + [
-        "--enforce-eager",
+        *([] if COMPILED else ["--enforce-eager"]),
         "--enable-utio",
         "--utio-bucket-cutoffs=2,4",
         "--utio-min-batch-size=4",

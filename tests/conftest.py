@@ -3,6 +3,7 @@
 
     python -m pytest tests                  # all tests, one session a runner
     python -m pytest tests --runner v2      # one of them
+    python -m pytest tests --parts 3        # three a runner, a third of the files each
 
 Whether vLLM takes its V1 or its V2 model runner is fixed when it is imported, so
 each has a session of its own. A test that uses no engine says the same in both and
@@ -26,21 +27,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="both",
         help="vLLM's model runner; both: two sessions, one after the other",
     )
+    parser.addoption(
+        "--parts",
+        type=int,
+        default=1,
+        help="sessions a runner, one after the other, each with a part of the files: "
+        "a session keeps its engines, which are 12 GiB in all",
+    )
+    parser.addoption("--part", type=int, help="only this part, from 0 on")
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Makes the two sessions of `--runner both`; says nothing otherwise."""
-    if config.option.runner != "both" or config.option.help:
+    """Makes the sessions of `--runner both` or `--parts`; says nothing otherwise."""
+    options = config.option
+    if options.help:
+        return None
+    if options.runner == "both":
+        sessions = [["--runner", runner] for runner in runners.RUNNERS]
+    elif options.parts > 1 and options.part is None:
+        sessions = [["--part", str(part)] for part in range(options.parts)]
+    else:
         return None
     # A session whose tests are all the other's collects nothing, which is no failure.
     fine = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
     codes = []
-    for runner in runners.RUNNERS:
-        arguments = [*config.invocation_params.args, "--runner", runner]
-        print(f"\n==== model runner {runner.upper()}", flush=True)
+    for session in sessions:
+        arguments = [*config.invocation_params.args, *session]
+        print("\n====", *session, flush=True)
         codes.append(
             subprocess.call(
-                [sys.executable, "-m", "pytest", *arguments],
+                [sys.executable, "-s", "-m", "pytest", *arguments],
                 cwd=config.invocation_params.dir,
             )
         )
@@ -69,6 +85,12 @@ def pytest_collection_modifyitems(
         shared = [item for item in items if "runner" not in item.fixturenames]
         items[:] = [item for item in items if "runner" in item.fixturenames]
         config.hook.pytest_deselected(items=shared)
+    if config.option.part is not None:
+        files = sorted({item.path for item in items})
+        mine = {*files[config.option.part :: config.option.parts]}
+        others = [item for item in items if item.path not in mine]
+        items[:] = [item for item in items if item.path in mine]
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")

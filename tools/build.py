@@ -403,7 +403,7 @@ def test(checkout: Checkout, log: Log) -> None:
     """
     python = _python(checkout)
     pytest = [python, "-s", "-m", "pytest", *PYTEST_OPTIONS]
-    engine = ["tests", "--ignore=tests/tools"]
+    engine = ["tests", "--ignore=tests/tools", "--parts=3"]
     parts = {
         "series": [python, "-m", "tools.series", "check"],
         "tools": [*pytest, "--confcutdir=tests/tools", "tests/tools"],

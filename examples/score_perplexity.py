@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.platforms import current_platform
 
 REFERENCE_MODEL = Path(__file__).parent / "reference_model"
 TOKENS_PER_CALL = 500_000
@@ -132,7 +133,10 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_window_arguments(parser: argparse.ArgumentParser) -> None:
     windows = parser.add_argument_group("windows")
-    windows.add_argument("--context-length", type=int, default=512)
+    windows.add_argument("--context-length", type=int, default=512,
+                         help="tokens of a window (default: 512). The other ways of "
+                         "--baseline, and score_kld.py, generate a token, so they want "
+                         "one fewer than the model can have")  # fmt: skip
     windows.add_argument("--stride", type=int, help="default: half the context")
 
 
@@ -153,7 +157,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--tensor-parallel-size", type=int)
     engine.add_argument("--gpu-memory-utilization", type=float)
-    engine.add_argument("--kv-cache-memory-bytes", type=int)
+    engine.add_argument("--kv-cache-memory-bytes", type=int,
+                        help="default: 1 GiB on a CPU, where vLLM's own is all that "
+                        "92%% of the memory leaves, and has to be free")  # fmt: skip
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--seed", type=int)
     for flag in ("trust-remote-code", "enforce-eager", "disable-custom-all-reduce"):
@@ -190,7 +196,7 @@ def start_engine(args: argparse.Namespace) -> LLM:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those options of `add_engine_arguments` that were given."""
+    """Those options of `add_engine_arguments` that were given, and the cache's size."""
     names = [
         "model",
         "quantization",
@@ -205,7 +211,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "disable_custom_all_reduce",
     ]
     options = {name: getattr(args, name) for name in names}
-    return {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
+    given = options.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+    if current_platform.is_cpu() and not given:
+        options["kv_cache_memory_bytes"] = 2**30
+    return options
 
 
 def tokenize(llm: LLM, texts: list[str], limit: int | None) -> list[list[int]]:

@@ -56,6 +56,7 @@ class FailingServer:
         self.key: str | None = None  # whose requests these are; anyone's
         self.owner = "vllm"
         self.root: str | None = None  # folder or hub name of the model, if it tells
+        self.got: list[str] = []  # paths
         self.retry_after: str | None = None  # header of a 429
         self.pause = 0.0  # seconds before each answer
         self.says = says
@@ -128,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_GET(self) -> None:
+        self.owner.got.append(self.path)
         card = {"id": "m", "object": "model", "created": 0}
         card |= {"owned_by": self.owner.owner, "root": self.owner.root}
         self.reply(200, json.dumps({"object": "list", "data": [card]}))
@@ -612,6 +614,19 @@ def test_retries_are_counted(server):
         [found] = client.chat([HELLO], Sampling())
         assert client.retries == 3 and len(server.asked) == 1
         assert found.token_ids == [ord(c) for c in found.text]
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("", "/v1/models"),
+        ("/v1/", "/v1/models"),
+        ("/v1beta/openai", "/v1beta/openai/models"),
+    ],
+)
+def test_the_path_of_an_address(server, given, asked):
+    with LLMClient("openai", base_url=server.url + given):
+        assert server.got == [asked]
 
 
 def test_a_pause_that_the_server_wants_in_seconds(server):

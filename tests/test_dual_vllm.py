@@ -623,9 +623,11 @@ class Http:
     def __init__(self, *responses: tuple[bytes, int, dict]):
         self.responses = deque(responses)
         self.asked: list[float] = []  # seconds
+        self.keys: set[str] = set()
 
-    async def _handle(self, _) -> web.Response:
+    async def _handle(self, request) -> web.Response:
         self.asked.append(time.monotonic())
+        self.keys.add(request.headers["Authorization"])
         body, status, headers = self.responses[0]
         if len(self.responses) > 1:
             self.responses.popleft()
@@ -653,6 +655,15 @@ def connect(handler, **options) -> Model:
 
 
 CARDS = b'{"data": [{"id": "a", "root": "/a", "max_model_len": 9}]}'
+
+
+def test_the_key_is_sent_and_kept_nowhere(sample_all, tmp_path):
+    http = Http((CARDS, 200, {}))
+    http.connect(api_key="sesame")
+    assert http.keys == {"Bearer sesame"}
+    outputs, _ = sample_all(1, 1, api_key="sesame")
+    assert sample_all(1, 1, api_key="another")[0] == outputs
+    assert b"sesame" not in (tmp_path / "out").read_bytes()
 
 
 @pytest.mark.parametrize("form", ["seconds", "date"])
@@ -779,11 +790,12 @@ def test_each_server_has_its_own_cores(monkeypatch, tmp_path):
     assert share_cores(2) == [[], []]
 
 
-def test_first_layers(model_folder, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_first_layers(model_folder, tmp_path, family):
     """At the same place the next time, so that a run can go on."""
     folder = tmp_path / "part"
     for layers in (1, 1):
-        assert first_layers(model_folder("llama"), layers, folder) == folder
+        assert first_layers(model_folder(family), layers, folder) == folder
         config = json.loads((folder / "config.json").read_text())
         assert config["num_hidden_layers"] == layers
     assert [path.name for path in tmp_path.iterdir()] == ["part"]

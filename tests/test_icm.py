@@ -47,6 +47,8 @@ class FailingServer:
         self.faults: list[str] = []
         self.bodies: list[dict] = []  # of the scoring requests answered
         self.by_name = True
+        self.root: str | None = None  # folder or hub name of the model, if it tells
+        self.got: list[str] = []  # paths
         self.most_logprobs = 20  # a request for more is refused
         self.retry_after = "0"  # of a 429
         self.cached: set[tuple[int, ...]] = set()  # prefixes of whole blocks
@@ -124,8 +126,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self.reply(200, json.dumps({"data": [{"id": "m", "max_model_len": 4000}]}))
+        self.owner.got.append(self.path)
+        if self.path.endswith("/models"):
+            card = {"id": "m", "max_model_len": 4000, "root": self.owner.root}
+            self.reply(200, json.dumps({"data": [card]}))
         elif self.path == "/metrics":
             line = f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0'
             self.reply(200, line + "\n", "text/plain")
@@ -762,6 +766,29 @@ def test_a_testbed_that_was_edited_is_another(server, testbed, tmp_path, field, 
     testbed.write_text(json.dumps(content))
     with pytest.raises(icm.RunError, match="content of the testbed"):
         icm.run(settings(server, testbed, tmp_path / "out", iterations=1))
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("", "/v1/models"),
+        ("/", "/v1/models"),
+        ("/v1", "/v1/models"),
+        ("/api/v1/", "/api/v1/models"),
+        ("/v1beta/openai", "/v1beta/openai/models"),
+    ],
+)
+def test_the_path_of_an_address(server, given, asked):
+    server.by_name = False
+    with Client(server.url + given):
+        assert server.got[0] == asked
+
+
+def test_another_model_of_the_same_name_is_another(server, testbed, tmp_path):
+    icm.run(settings(server, testbed, tmp_path, iterations=1))
+    server.root = "a/b"
+    with pytest.raises(icm.RunError, match="hub name of the model"):
+        icm.run(settings(server, testbed, tmp_path, iterations=1))
 
 
 def test_another_way_of_scoring_is_another_run(server, testbed, tmp_path):

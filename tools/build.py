@@ -38,9 +38,8 @@ DEMO = [
     "--baseline", "prompt_logprobs",
     "--baseline-full-positions", "64",
     "--repeat", "3",
-    # Starts in seconds, beside other programs; all paths share the engine.
+    # Starts in seconds; all paths share the engine.
     "--enforce-eager",
-    "--kv-cache-memory-bytes", str(2**30),
 ]  # fmt: skip
 NEXT = """\
 What to try next:

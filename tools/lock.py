@@ -71,7 +71,7 @@ class Lock:
         if device not in self.wheels:
             raise ToolError(
                 f"upstream.lock has no binaries of {self.release} for {device}; "
-                f"record them with `python -m tools.lock pin {device}`"
+                f"record them with `.venv/bin/python -m tools.lock pin {device}`"
             )
         return self.wheels[device]
 

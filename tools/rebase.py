@@ -20,12 +20,12 @@ from tools.lock import Archive
 
 _HOW_TO_GO_ON = """\
 Resolve them in {source}, `git add` them, then
-  python -m tools.series rebase --continue
-or give up with `python -m tools.series rebase --abort`."""
+  .venv/bin/python -m tools.series rebase --continue
+or give up with `.venv/bin/python -m tools.series rebase --abort`."""
 _NEXT = """\
 Read the comparison above, then
-  python -m tools.lock pin cpu cuda     # the binaries of {release}
-  python -m tools.requirements          # the versions it wants
+  .venv/bin/python -m tools.lock pin cpu cuda     # the binaries of {release}
+  .venv/bin/python -m tools.requirements          # the versions it wants
   ./build.sh test"""
 
 
@@ -143,6 +143,7 @@ def _finish(checkout: Checkout, move: _Move) -> None:
             release=move.new,
             commit=_commit(checkout, archive, move.new),
             revision=1,
+            base_tree="",
             sdist=archive,
             wheels={},
         ),

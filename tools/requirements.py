@@ -3,8 +3,8 @@
 
 ``python -m tools.requirements`` asks pip to resolve the dependencies that the
 release's CPU wheel declares plus ``requirements/extra.in``, and writes every
-version down. It keeps to the versions that are in the file already; with
-``--upgrade`` it takes the newest.
+version down. It keeps to the versions that are in the file already, but for those
+that the wheel pins; with ``--upgrade`` it takes the newest.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from tools import fetch, lock as locks
@@ -49,8 +50,18 @@ def declared(wheel: Path) -> list[str]:
         row
         for row in rows
         if "extra ==" not in row
-        and re.split(r"[^\w.-]", row, maxsplit=1)[0].lower() not in _LEFT_OUT
+        and _name(row) not in _LEFT_OUT
     ]
+
+
+def kept(rows: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """The rows of a lock file that what is wanted, or extra.in, does not pin itself."""
+    pinned = {_name(row) for row in wanted if "==" in row}
+    return [row for row in rows if row[:1].isalnum() and _name(row) not in pinned]
+
+
+def _name(row: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", row, maxsplit=1)[0]).lower()
 
 
 def resolve(checkout: Checkout, wanted: list[str], upgrade: bool) -> dict[str, str]:
@@ -66,7 +77,9 @@ def resolve(checkout: Checkout, wanted: list[str], upgrade: bool) -> dict[str, s
         command += ["--ignore-installed", "--report", str(folder / "report.json")]
         command += ["--requirement", str(folder / "all.in")]
         if lock_file.exists() and not upgrade:
-            command += ["--constraint", str(lock_file)]
+            rows = kept(lock_file.read_text().splitlines(), wanted)
+            (folder / "kept.txt").write_text("\n".join(rows) + "\n")
+            command += ["--constraint", str(folder / "kept.txt")]
         environment = fetch.clean_environment(checkout)
         if subprocess.run(command, env=environment).returncode:
             raise ToolError("pip found no set of versions; its messages are above")

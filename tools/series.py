@@ -82,8 +82,8 @@ def _why_not(file: Path, output: str) -> str:
         f"patches/{file.name} does not apply\n"
         + "\n".join(where or [f"  {line.rstrip(chr(39))}" for line in said[:3]])
         + "\nIf the patch was edited by hand, restore it (`git checkout patches/`) and"
-        "\nedit through `python -m tools.series open` and `export`. If upstream moved,"
-        "\nuse `python -m tools.series rebase VERSION`."
+        "\nedit through `.venv/bin/python -m tools.series open` and `export`. If upstream moved,"
+        "\nuse `.venv/bin/python -m tools.series rebase VERSION`."
     )
 
 
@@ -118,7 +118,7 @@ def applied_tree(checkout: Checkout, lock: Lock, folder: Path) -> git.Git:
         raise ToolError(
             "patches/ applied, but not to the tree that upstream.lock names\n"
             f"  expected {lock.tree}\n  actual   {found}\n"
-            "Run `python -m tools.series open` and `export` to record it."
+            "Run `.venv/bin/python -m tools.series open` and `export` to record it."
         )
     return repository
 
@@ -166,7 +166,9 @@ def open_series(checkout: Checkout, discard: bool = False) -> None:
     with checkout.scratch() as folder:
         fresh = folder / "src"
         repository = bases.check_out(checkout, lock.release, fresh)
-        repository.checkout("--quiet", "-b", _BRANCH)
+        # `git rebase` without further words takes the base.
+        base = bases.in_clone(lock.release)
+        repository.checkout("--quiet", "-b", _BRANCH, "--track", base)
         apply(repository, patch_files(checkout.patches))
         repository.update_ref(_AGREED, "HEAD")
         for key, value in CHECKOUT_CONFIG.items():
@@ -224,6 +226,8 @@ def export(
 ) -> Export:
     """Write ``patches/`` and the tree hash in ``upstream.lock`` from commits.
 
+    With a base from upstream's repository, ``patches/`` only.
+
     Args:
         source: a git working tree; ``build/src`` if not given.
         base: its commit before the first patch; the locked base if not given.
@@ -235,7 +239,7 @@ def export(
     lock = locks.read(checkout)
     folder = source or checkout.source
     if not (folder / ".git").exists():
-        raise ToolError(f"no git tree at {folder}: `python -m tools.series open` first")
+        raise ToolError(f"no git tree at {folder}: `.venv/bin/python -m tools.series open` first")
     repository = hermetic_git(folder)
     if in_progress(folder):
         raise ToolError(f"a rebase or am is in progress in {folder}")
@@ -253,9 +257,12 @@ def export(
     table = patchset.readme(exported.patches, lock.release)
     write_atomically(checkout.patches / "README.md", table.encode())
     base_tree = bases.tree(checkout, lock.release)
-    locks.write(
-        checkout, dataclasses.replace(lock, tree=exported.tree, base_tree=base_tree)
-    )
+    # The lock describes the source archive. After ./build.sh --source git the base is
+    # upstream's repository, which has files that the archive leaves out.
+    if lock.base_tree in ("", base_tree):
+        locks.write(
+            checkout, dataclasses.replace(lock, tree=exported.tree, base_tree=base_tree)
+        )
     if source is None:
         repository.update_ref(_AGREED, "HEAD")
     return exported
@@ -293,7 +300,7 @@ def check(checkout: Checkout) -> Export:
     ):
         problems.append("README.md: the table is not up to date")
     if problems:
-        problems.append("`python -m tools.series open` and `export` write them anew")
+        problems.append("`.venv/bin/python -m tools.series open` and `export` write them anew")
     _complain(problems)
     return Export(contents, patches, tree)
 

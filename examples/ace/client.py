@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError
 
@@ -502,7 +503,10 @@ class _OpenAI:
                 f"--base-url is like http://localhost:8000/v1, not {base_url!r}: "
                 f"{error.errors()[0]['msg']}"
             ) from error
-        self.url = base_url.strip().rstrip("/").removesuffix("/v1") + "/v1"
+        # A path, of another service, may be another one.
+        self.url = base_url.strip().rstrip("/")
+        if not urlsplit(self.url).path:
+            self.url += "/v1"
         self.patience = patience
         self.retries = 0
         self._openai = openai

@@ -78,7 +78,8 @@ def main() -> None:
 
 
 def settings(args: argparse.Namespace, **addresses: str) -> CoordinatorConfig:
-    given = {name: getattr(args, name) for name in [*SETTINGS, "stop_token_ids"]}
+    names = [*SETTINGS, "stop_token_ids", "api_key"]
+    given = {name: getattr(args, name) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     return CoordinatorConfig(
         **given, **addresses, model_a=args.served_a, model_b=args.served_b
@@ -323,6 +324,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--url-b", help="address of the other one")
     group.add_argument("--served-a", help="name of the model at --url-a")
     group.add_argument("--served-b", help="name of the model at --url-b")
+    group.add_argument(
+        "--api-key",
+        # What vLLM's own servers ask for where it is set.
+        default=os.environ.get("VLLM_API_KEY"),
+        help="sent to both (default: VLLM_API_KEY of the environment)",
+    )
     group.add_argument(
         "--model-a", default=str(REFERENCE_MODEL), help="folder or hub name to serve"
     )

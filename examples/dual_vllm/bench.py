@@ -116,7 +116,8 @@ async def plain(dual: DualVLLMCoordinator, prompts: list[list[int]]) -> float:
         "ignore_eos": True,
         "temperature": 1,
     }
-    async with httpx.AsyncClient(timeout=config.timeout) as client:
+    key = {"Authorization": f"Bearer {config.api_key.get_secret_value()}"}
+    async with httpx.AsyncClient(timeout=config.timeout, headers=key) as client:
         begin = time.perf_counter()
         response = await client.post(server.url + "/v1/completions", json=body)
         response.raise_for_status()

@@ -31,7 +31,14 @@ from functools import cache, cached_property
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    SecretStr,
+    model_validator,
+)
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -54,7 +61,7 @@ PROBE = (
 
 
 class CoordinatorConfig(BaseModel):
-    """Settings. All but the addresses and the last three decide what is drawn."""
+    """Settings. All but the addresses and the last four decide what is drawn."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -86,6 +93,8 @@ class CoordinatorConfig(BaseModel):
     takes a minute on a CPU, of a large one much more."""
     timeout: float = Field(60.0, gt=0)
     """Seconds to wait for one answer, from the request to its last byte."""
+    api_key: SecretStr = SecretStr("EMPTY")
+    """Sent to both servers, as a bearer token."""
 
     @model_validator(mode="after")
     def _room_for_both_lists(self) -> Self:
@@ -193,7 +202,11 @@ class DualVLLMCoordinator:
 
     def __init__(self, config: CoordinatorConfig):
         self.config = config
-        options = {"patience": config.patience, "timeout": config.timeout}
+        options = {
+            "api_key": config.api_key.get_secret_value(),
+            "patience": config.patience,
+            "timeout": config.timeout,
+        }
         self.servers = (
             Server(config.url_a, model=config.model_a, **options),
             Server(config.url_b, model=config.model_b, **options),

@@ -19,7 +19,7 @@ from dual_vllm.server import Model
 # Of no influence on what is drawn, so that a run may go on with others; of the models
 # the header says what the servers do.
 FREE_SETTINGS = {"url_a", "url_b", "model_a", "model_b"}
-FREE_SETTINGS |= {"batch_size", "patience", "timeout"}
+FREE_SETTINGS |= {"batch_size", "patience", "timeout", "api_key"}
 
 
 class JournalError(Exception):

@@ -152,6 +152,10 @@ def first_layers(model: str | Path, layers: int, folder: Path) -> Path:
             f"more than {layers} layers in model.layers"
         )
     whole.model.layers = whole.model.layers[:layers]
+    # Some families also list the kind of each layer, and compare the lengths.
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(whole.config, name, None):
+            setattr(whole.config, name, getattr(whole.config, name)[:layers])
     whole.config.num_hidden_layers = layers
     folder.mkdir(parents=True, exist_ok=True)
     # Moved into place, since a server of another run may have the same files open.

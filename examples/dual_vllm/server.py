@@ -120,6 +120,7 @@ class Server:
         url: str,
         *,
         model: str | None = None,
+        api_key: str = "EMPTY",
         patience: float = 600.0,
         timeout: float = 60.0,
     ):
@@ -127,6 +128,7 @@ class Server:
         Args:
             url: address, with or without `/v1`.
             model: the served name; by default the first one.
+            api_key: sent as a bearer token.
             patience: seconds for which failures are tried again.
             timeout: seconds to wait for a whole answer.
         """
@@ -134,6 +136,7 @@ class Server:
         self.model: Model | None = None
         self.retries = 0
         self._wanted = model
+        self._headers = {"Authorization": f"Bearer {api_key}"}
         self._patience = patience
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._lost = False  # a connection was lost, so the server may be another
@@ -272,7 +275,9 @@ class Server:
     async def _send(self, method: str, path: str, data: bytes | None = None) -> bytes:
         """The JSON of a 200."""
         if self._session is None:  # it has to be made where it is used
-            self._session = aiohttp.ClientSession(timeout=self._timeout)
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout, headers=self._headers
+            )
         headers = {"Content-Type": "application/json"} if data is not None else {}
         try:
             async with self._session.request(

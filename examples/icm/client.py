@@ -55,7 +55,8 @@ class Client:
     """One connection pool to one server.
 
     Args:
-        base_url: with or without the `/v1` at its end.
+        base_url: as other clients take it, with `/v1` or the path of another service;
+            an address without a path is one with `/v1`.
         model: the served name; the server's only model if None.
         api_key: sent as a bearer token.
         timeout: seconds to wait for a server that sends nothing.
@@ -82,8 +83,12 @@ class Client:
         top_logprobs: int = TOP_LOGPROBS,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.url = base_url.rstrip("/").removesuffix("/v1")
-        self._host = _host(self.url)
+        self.url = base_url.rstrip("/")
+        self._host, path = _parts(self.url)
+        self._api = "" if path.strip("/") else "/v1"  # of the paths in OpenAI's API
+        if path.endswith("/v1"):
+            # vLLM's other endpoints are beside it.
+            self.url, self._api = self.url.removesuffix("/v1"), "/v1"
         self.patience = patience
         self.top = top_logprobs
         self._sleep = sleep
@@ -101,7 +106,7 @@ class Client:
         self._next_request = 0.0
         self._lock = threading.Lock()
         self.interval = 0.0  # seconds between two requests
-        self.model, self.max_model_len = self._find_model(model)
+        self.model, self.max_model_len, self.root = self._find_model(model)
         self.scores_by_name = self._probe()
         if requests_per_minute is None and not (self.scores_by_name or self._is_near()):
             requests_per_minute = 60
@@ -257,7 +262,7 @@ class Client:
         return self._scoring(body, read)
 
     def _scoring(self, body: dict, read: Callable[[dict], Any]) -> Any:
-        answer = self.request("POST", "/v1/completions", body, read)
+        answer = self.request("POST", self._api + "/completions", body, read)
         with self._lock:
             self.calls += 1
         return answer
@@ -280,7 +285,7 @@ class Client:
             return [texts[i : i + count] for i in range(0, len(texts), count)]
 
         body = {"model": self.model, "prompt": list(prompts)} | fields
-        return self.request("POST", "/v1/completions", body, read)
+        return self.request("POST", self._api + "/completions", body, read)
 
     # What the server says of itself
 
@@ -296,12 +301,14 @@ class Client:
         )
         return int(found[1]) if found else 1
 
-    def _find_model(self, wanted: str | None) -> tuple[str, int | None]:
+    def _find_model(self, wanted: str | None) -> tuple[str, int | None, str]:
+        """Served name, longest prompt, and the folder or hub name, which vLLM's servers
+        tell; of others the served name again."""
         models = self.request(
             "GET",
-            "/v1/models",
+            self._api + "/models",
             None,
-            lambda answer: {m["id"]: m.get("max_model_len") for m in answer["data"]},
+            lambda answer: {model["id"]: model for model in answer["data"]},
         )
         if wanted is None:
             if len(models) != 1:
@@ -311,7 +318,8 @@ class Client:
             raise ServerError(
                 f"{self.url} does not serve {wanted!r}, but {sorted(models)}."
             )
-        return wanted, models[wanted]
+        card = models[wanted]
+        return wanted, card.get("max_model_len"), card.get("root") or wanted
 
     def _probe(self) -> bool:
         """Whether the server scores named tokens: a server that does not know the
@@ -325,7 +333,7 @@ class Client:
         try:
             return self.request(
                 "POST",
-                "/v1/completions",
+                self._api + "/completions",
                 body,
                 lambda answer: bool(_choices(answer)[0].get("target_logprobs")),
             )
@@ -426,7 +434,8 @@ def join(pieces: Sequence[Piece], like: Piece) -> Piece:
     return list(itertools.chain.from_iterable(pieces))
 
 
-def _host(url: str) -> str:
+def _parts(url: str) -> tuple[str, str]:
+    """Host and path of an address."""
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -435,7 +444,7 @@ def _host(url: str) -> str:
         raise ServerError(
             f"--base-url must be http://HOST:PORT or https://HOST, and is {url}"
         )
-    return parts.host
+    return parts.host, parts.path
 
 
 def _json(response: httpx.Response) -> dict:

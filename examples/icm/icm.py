@@ -266,7 +266,7 @@ def sample_once(settings: Settings, client: Client) -> Sample:
         return [*itertools.chain.from_iterable(texts)]
 
     def part(prompts: Sequence[str], fields: dict) -> list[list[str]]:
-        request = json.dumps([client.model, prompts, fields], sort_keys=True)
+        request = json.dumps([client.root, prompts, fields], sort_keys=True)
         name = sha256(request.encode()).hexdigest()[:16]
         kept = settings.output / f"sampled-{name}.json"
         if not kept.exists() or settings.restart:
@@ -299,6 +299,7 @@ def identity(
         "content of the testbed": fingerprint(testbed.model_dump_json()),
         "pool": fingerprint(json.dumps(examples)),
         "model": client.model,
+        "folder or hub name of the model": client.root,
         "scores": "by name" if client.scores_by_name else f"top {client.top}",
         "demonstrations": prompts.slots,
         "seed": settings.seed,

@@ -47,6 +47,7 @@ import os
 import random
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -252,10 +253,16 @@ def add_text_options(parser: argparse.ArgumentParser, part: str):
     )  # fmt: skip
     text.add_argument(
         "--archive", type=Path,
-        default=EXAMPLES.parent / "build/downloads/vllm-0.32.0.tar.gz",
+        default=EXAMPLES.parent / f"build/downloads/vllm-{release()}.tar.gz",
         help="vLLM's source archive, read if there is no --text",
     )  # fmt: skip
     return text
+
+
+def release() -> str:
+    """Of vLLM, that the fork is built from."""
+    lock = tomllib.loads((EXAMPLES.parent / "upstream.lock").read_text())
+    return lock["upstream"]["release"]
 
 
 def load_config(model: str):
@@ -310,6 +317,7 @@ def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[str]:
         held_out: of the archive, the files that the reference model has not seen.
     """
     if args.text is None:
+        print("No --text: reading vLLM's Python and Markdown", file=sys.stderr)
         if not args.archive.is_file():
             sys.exit(f"--archive {args.archive}: no such file; or name a --text")
         sys.path.insert(0, str(EXAMPLES / "reference_model"))

@@ -26,8 +26,8 @@ from typing import IO
 from tools import fetch, lock as locks, stamp
 from tools.common import HERE, PYTEST_OPTIONS, Checkout, ToolError, run_main
 
-ROOM_FOR_TWO = 18 * 2**30
-"""Bytes of memory for two sessions of the engine tests at once, seen to take 18 GiB."""
+ROOM_FOR_TWO = 16 * 2**30
+"""Bytes of memory for two sessions of the engine tests at once, seen to take 14 GiB."""
 
 # The project's main job on real input, and what to do after it.
 DEMO = [

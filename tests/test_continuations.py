@@ -61,6 +61,14 @@ def test_one_context(llm, oracle):
     assert cached == [0] + [5 * BLOCK] * 4
 
 
+def test_what_an_interrupted_call_has_left_is_not_taken_for_scores(llm, oracle):
+    left = [prompt(random_ids(n, VOCABULARY, 50), random_ids(n, VOCABULARY, 7)) for n in range(3)]
+    llm.enqueue(left, params(max_tokens=0), use_tqdm=False)
+    continuations = [random_ids(n, VOCABULARY, 5) for n in (8, 9)]
+    scores = llm.score_continuations(CONTEXT, continuations)
+    assert_continuations(scores, oracle("llama"), CONTEXT, continuations)
+
+
 def test_greedy_flag(llm, oracle):
     best = greedy(oracle("llama"), CONTEXT, 4)
     almost = [*best[:3], (best[3] + 1) % VOCABULARY]

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the patches are: their facts, the rules they keep, and the table of them."""
 
+import ast
 import re
 from dataclasses import dataclass
 
 import git
+from pyflakes import messages
+from pyflakes.checker import Checker
 
 # A patch above this needs a design discussion upstream; tests and docs not counted.
 CODE_LINES_LIMIT = 500
@@ -46,12 +49,14 @@ class Patch:
         subject: first line of the message, tags included.
         statuses: values of its ``Upstream-Status`` trailers.
         changes: the files it touches.
+        mistakes: what is wrong, at this patch, with Python files that it touches.
     """
 
     file: str
     subject: str
     statuses: tuple[str, ...]
     changes: tuple[Change, ...]
+    mistakes: tuple[str, ...] = ()
 
     def lines(self, kind: str) -> tuple[int, int]:
         """Lines added and removed in ``code``, ``tests`` or ``docs``."""
@@ -79,7 +84,29 @@ def _describe(repository: git.Git, commit: str, file: str) -> Patch:
             added, removed, path = row.strip().split("\t")
             counts = [0 if n == "-" else int(n) for n in (added, removed)]
             changes.append(Change(path, *counts))
-    return Patch(file, subject, tuple(statuses.splitlines()), tuple(changes))
+    mistakes = []
+    changed = repository.diff("--name-only", "--diff-filter=d", f"{commit}~", commit)
+    for path in changed.split("\n"):
+        if path.endswith(".py"):
+            mistakes += _mistakes(repository.show(f"{commit}:{path}"), path)
+    statuses = tuple(statuses.splitlines())
+    return Patch(file, subject, statuses, tuple(changes), tuple(mistakes))
+
+
+def _mistakes(source: str, path: str) -> list[str]:
+    """What keeps a module from being imported, or its names from being found. A rebase
+    can leave that in one patch and mend it in another."""
+    try:
+        tree = ast.parse(source, path)
+    except SyntaxError as error:
+        return [f"{path}:{error.lineno}: {error.msg}"]
+    undefined = messages.UndefinedName, messages.UndefinedLocal, messages.UndefinedExport
+    lines = source.splitlines()
+    return [
+        str(found)
+        for found in Checker(tree, path).messages
+        if isinstance(found, undefined) and "noqa" not in lines[found.lineno - 1]
+    ]
 
 
 def lint(patches: list[Patch]) -> list[str]:
@@ -95,6 +122,7 @@ def lint(patches: list[Patch]) -> list[str]:
             )
         if not patch.changes:
             problems.append(say("changes nothing"))
+        problems += map(say, patch.mistakes)
         if len(patch.statuses) != 1:
             problems.append(
                 say(

@@ -153,6 +153,22 @@ def test_export_names_a_broken_rule_and_writes_nothing(forked, message, complain
 
 
 @pytest.mark.parametrize(
+    "content, complaint",
+    [
+        (b"def f():\nreturn 1\n", "vllm/new.py:2: expected an indented block"),
+        (b"def f():\n    return other\n", "vllm/new.py:2:12: undefined name 'other'"),
+    ],
+)
+def test_each_patch_is_sound_by_itself(forked, content, complaint):
+    """Though the next one mends it."""
+    commit(forked, "[Core] X\n\nUpstream-Status: Pending\n", {"vllm/new.py": content})
+    commit(forked, "[Core] Y\n\nUpstream-Status: Pending\n", {"vllm/new.py": b"f = 1\n"})
+    with pytest.raises(ToolError) as error:
+        series.export(forked)
+    assert f"0003-Core-X.patch: {complaint}" in str(error.value)
+
+
+@pytest.mark.parametrize(
     "status",
     [
         "Pending",

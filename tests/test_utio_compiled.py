@@ -221,3 +221,10 @@ def test_as_users_compile_it(compiled, depth_oracle):
     assert_right(second, oracle, traffic(160), 9)
     # Nothing was compiled after the start.
     assert counter.num_aot_compiles - compiles == 1 + SEGMENTS
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")
+def test_norms_that_are_last_in_a_segment(compiled, depth_oracle):
+    """Their weights ask for gradients, which a trace must not know."""
+    llm = compiled("deep_opt_post", backend="inductor")
+    assert_right(llm, depth_oracle("deep_opt_post"), traffic(220, "deep_opt_post"), 12)

@@ -5,9 +5,14 @@ They run in ``build/upstream-tests``, the applied tree without its ``vllm`` fold
 so that ``import vllm`` is the installed wheel. ``tests/upstream_deselect.txt`` lists
 what can not run here: a pytest node id, two spaces, ``# why``. Tests of Triton
 kernels run in a session of their own, in Triton's interpreter.
+
+With ``--each-patch``, the tests of each patch run against the tree as it is with that
+patch and those before it, as upstream gets them: a rebase can leave a mistake in one
+patch that a later one mends. Ten minutes, so not part of ``build.sh test``.
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -15,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools import lock as locks, series, stamp
+from tools import bases, lock as locks, series, stamp
 from tools.common import HERE, PYTEST_OPTIONS, Checkout, ToolError, run_main
 
 INTERPRETED = ("tests/v1/worker/test_fused_target_logprobs.py",)
@@ -24,10 +29,10 @@ INTERPRETED = ("tests/v1/worker/test_fused_target_logprobs.py",)
 _HEADER = re.compile(rb"^\+\+\+ b/(tests/(?:.*/)?test_[^/\s]*\.py)$", re.MULTILINE)
 
 
-def touched(checkout: Checkout) -> list[str]:
-    """The test files that the patches add or change, sorted."""
+def touched(patches: list[Path]) -> list[str]:
+    """The test files that patches add or change, sorted."""
     found: set[str] = set()
-    for patch in series.patch_files(checkout.patches):
+    for patch in patches:
         found.update(name.decode() for name in _HEADER.findall(patch.read_bytes()))
     return sorted(found)
 
@@ -72,31 +77,83 @@ def prepare(checkout: Checkout) -> Path:
     return target
 
 
+def _add_compiled(folder: Path) -> None:
+    """Link what the installed wheel has and a source tree has not."""
+    (found,) = importlib.util.find_spec("vllm").submodule_search_locations
+    installed = Path(found)
+    for file in [*installed.rglob("*.so"), installed / "_version.py"]:
+        link = folder / "vllm" / file.relative_to(installed)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(file)
+
+
+def run_each_patch(checkout: Checkout, options: list[str]) -> list[str]:
+    """Run each patch's tests against the tree that it gives.
+
+    Returns:
+        the patches whose tests failed.
+    """
+    failed = []
+    with checkout.scratch() as folder:
+        source = folder / "src"
+        release = locks.read(checkout).release
+        repository = bases.check_out(checkout, release, source)
+        for patch in series.patch_files(checkout.patches):
+            series.apply(repository, [patch])
+            files = touched([patch])
+            if files:
+                print(f"--- {patch.name}", flush=True)
+                _add_compiled(source)
+                if _run(checkout, source, files, options, str(source)):
+                    failed.append(patch.name)
+    return failed
+
+
+def _run(
+    checkout: Checkout, folder: Path, files: list[str], options: list[str], path: str
+) -> int:
+    """Run tests in a folder; ``path`` is where modules are looked for first."""
+    skipped = [f"--deselect={entry}" for entry in deselected(checkout)]
+    command = [sys.executable, "-s", "-m", "pytest", *PYTEST_OPTIONS]
+    command += [*skipped, *options]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    backend = str(checkout.root / "tests" / "v2_on_cpu")
+    paths = {"PYTHONPATH": path} if path else {}
+    interpreter = {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (backend, path))),
+    }
+    kernels = [file for file in files if file in INTERPRETED]
+    others = [file for file in files if file not in INTERPRETED]
+    return max(
+        subprocess.run(
+            [*command, *group], cwd=folder, env=environment | extra
+        ).returncode
+        for group, extra in ((kernels, interpreter), (others, paths))
+        if group
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.upstream_tests", description=__doc__
     )
+    parser.add_argument(
+        "--each-patch", action="store_true", help="each patch's against its own tree"
+    )
     parser.add_argument("pytest", nargs="*", help="further options for pytest")
-    options = parser.parse_args().pytest
-    files = touched(HERE)
+    arguments = parser.parse_args()
+    if arguments.each_patch:
+        failed = run_each_patch(HERE, arguments.pytest)
+        if failed:
+            raise ToolError("tests failed of\n  " + "\n  ".join(failed))
+        return
+    files = touched(series.patch_files(HERE.patches))
     if not files:
         print("no patch adds or changes a test of upstream's")
         return
-    folder = prepare(HERE)
-    skipped = [f"--deselect={entry}" for entry in deselected(HERE)]
-    command = [sys.executable, "-s", "-m", "pytest", *PYTEST_OPTIONS]
-    command += [*skipped, *options]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    backend = str(HERE.root / "tests" / "v2_on_cpu")
-    interpreter = {"TRITON_INTERPRET": "1", "PYTHONPATH": backend}
-    kernels = [file for file in files if file in INTERPRETED]
-    others = [file for file in files if file not in INTERPRETED]
-    codes = [
-        subprocess.run([*command, *group], cwd=folder, env=env).returncode
-        for group, env in ((kernels, environment | interpreter), (others, environment))
-        if group
-    ]
-    sys.exit(max(codes))
+    sys.exit(_run(HERE, prepare(HERE), files, arguments.pytest, ""))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import RELEASE
+from conftest import RELEASE, commit
 
-from tools import bases, upstream_tests, wheel
+from tools import bases, series, upstream_tests, wheel
 from tools.common import ToolError
 
 LIBRARIES = {
@@ -64,7 +64,20 @@ def test_a_module_of_the_tree_that_is_left_out_is_named(applied, tmp_path):
 
 
 def test_the_tests_that_patches_touch_are_found(forked):
-    assert upstream_tests.touched(forked) == ["tests/test_engine.py"]
+    assert upstream_tests.touched(series.patch_files(forked.patches)) == ["tests/test_engine.py"]
+
+
+def test_each_patch_is_tested_against_its_own_tree(forked):
+    """Here the second of two patches mends what the first one breaks."""
+    message = "[Core] {}\n\nUpstream-Status: Pending\n"
+    test = b"def test_new():\n    from vllm.new import new\n\n    assert new == 1\n"
+    files = {"vllm/__init__.py": b"", "vllm/new.py": b"new = 2\n"}
+    files |= {"tests/test_new.py": test}
+    commit(forked, message.format("Break"), files)
+    files = {"vllm/new.py": b"new = 1\n", "tests/test_new.py": test + b"\n"}
+    commit(forked, message.format("Mend"), files)
+    series.export(forked)
+    assert upstream_tests.run_each_patch(forked, []) == ["0003-Core-Break.patch"]
 
 
 def test_upstream_tests_run_beside_the_tree_without_its_package(forked):

@@ -3,7 +3,7 @@
 
 python examples/lm_eval/run.py run --model utio --tasks held_out_next_line \\
     --batch_size auto \\
-    --model_args pretrained=examples/reference_model/model,enforce_eager=True
+    --model_args pretrained=examples/reference_model/model,enforce_eager=True,kv_cache_memory_bytes=1073741824
 """
 
 import os

@@ -118,6 +118,8 @@ def _run(
     command = [sys.executable, "-s", "-m", "pytest", *PYTEST_OPTIONS]
     command += [*skipped, *options]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    # Two patches can change a file within the second that bytecode is dated by.
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     backend = str(checkout.root / "tests" / "v2_on_cpu")
     paths = {"PYTHONPATH": path} if path else {}
     interpreter = {

@@ -56,7 +56,7 @@ def declared(wheel: Path) -> list[str]:
 
 def kept(rows: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """The rows of a lock file that what is wanted, or extra.in, does not pin itself."""
-    pinned = {_name(row) for row in wanted if "==" in row}
+    pinned = {_name(row) for row in wanted if "==" in row.partition(";")[0]}
     return [row for row in rows if row[:1].isalnum() and _name(row) not in pinned]
 
 

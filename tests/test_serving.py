@@ -474,6 +474,15 @@ def test_a_prompt_may_fill_the_context(server, llama, length, max_tokens):
         np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_TOLERANCE)
 
 
+def test_a_prompt_that_leaves_no_room_is_too_long(server):
+    """Not a request that only scores, which has to say so."""
+    body = {"token_ids": [5] * MAX_MODEL_LEN}
+    rows = {"prompt_logprob_token_ids": [[5]] * (MAX_MODEL_LEN - 1)}
+    for sampling_params in ({}, rows):
+        error = server.refusal(GENERATE, body | {"sampling_params": sampling_params})
+        assert "longer than" in error["message"] and error["param"] != "max_tokens"
+
+
 @pytest.mark.parametrize("name", ["target_token_ids", "target_text", "continuations"])
 @pytest.mark.parametrize(
     ("path", "body"),

@@ -77,6 +77,13 @@ def save(folder: Path, architecture: str, config) -> str:
     return str(folder)
 
 
+def disable_envs_cache() -> None:
+    """An engine that was started before has filled it."""
+    from vllm import envs
+
+    envs.disable_envs_cache()
+
+
 def configure(model: str, **options):
     """What `LLM(...)` and `vllm serve` do first."""
     from vllm.engine.arg_utils import EngineArgs
@@ -137,6 +144,28 @@ def test_an_option_is_refused(model_folder, options, name):
     given = dict(enable_utio=True, utio_bucket_cutoffs=CUTOFFS[:-1]) | options
     with pytest.raises(ValueError, match=name):
         configure(str(model_folder("deep_llama")), **given)
+
+
+def test_the_rust_frontend_is_refused(model_folder, monkeypatch):
+    """It cannot read the depths of tokens."""
+    disable_envs_cache()
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ValueError, match="enable.utio.*Rust"):
+        configure(str(model_folder("deep_llama")), enable_utio=True)
+
+
+def test_segments_that_would_share_a_trace_are_not_compiled(model_folder, monkeypatch):
+    from vllm.config import CompilationMode
+    from vllm.engine.arg_utils import EngineArgs
+
+    def mode() -> CompilationMode:
+        disable_envs_cache()
+        args = EngineArgs(model=str(model_folder("deep_llama")), enable_utio=True)
+        return args.create_engine_config().compilation_config.mode
+
+    assert mode() != CompilationMode.NONE
+    monkeypatch.setenv("VLLM_USE_BYTECODE_HOOK", "0")
+    assert mode() == CompilationMode.NONE
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -69,7 +69,9 @@ def import_sdist(checkout: Checkout, archive: Path, release: str) -> str:
     repository = _repository(checkout)
     with checkout.scratch() as folder:
         with tarfile.open(archive) as source:
-            source.extractall(folder, filter="data")
+            # Python before 3.11.4, which Debian 12 has, knows no filters.
+            source.extraction_filter = getattr(tarfile, "data_filter", None)
+            source.extractall(folder)
         root = folder / f"vllm-{release}"
         if not (root / "setup.py").is_file():
             raise ToolError(f"{archive.name} does not hold vllm-{release}/setup.py")

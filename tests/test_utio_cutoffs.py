@@ -287,7 +287,7 @@ def test_translated_exits_agree_with_the_oracle(
 
 def test_refusals(engine, tmp_path):
     """A calibration of another model, or none; buckets, which are not known before
-    the step."""
+    the step; weights of a score that nothing reads."""
     hidden_size = CONFIGS["deep_llama"].hidden_size
 
     def start(**options) -> None:
@@ -295,6 +295,8 @@ def test_refusals(engine, tmp_path):
 
     with pytest.raises(ValueError, match="utio-schedule buckets"):
         start(utio_schedule="buckets")
+    with pytest.raises(ValueError, match="utio_score_weights .* no effect"):
+        start(utio_score_weights=(1.0, 0.0, 0.0))
     for message, size, cutoffs, about in (
         ("states of", hidden_size + 1, CUTOFFS[:-1], {}),
         ("cutoffs", hidden_size, (2, 5), {}),

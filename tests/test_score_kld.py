@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from oracle import Oracle, log_softmax
 from scoring import FLOAT32_TOLERANCE, LOGIT_ERROR
-from tiny_models import CONFIGS, make_tokenizer
+from tiny_models import CONFIGS, make_tokenizer, save_model
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -35,6 +36,13 @@ OPTIONS = {
 }
 FLAGS = ["--dtype", "float32", "--enforce-eager"]
 FLAGS += ["--kv-cache-memory-bytes", str(OPTIONS["kv_cache_memory_bytes"])]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """Folders of these tests' own: of the others', vLLM may keep a tokenizer with a token
+    more, which prompt embeddings add."""
+    return cache(lambda family: save_model(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import runners
+from conftest import engine_options
 from scoring import random_ids
 from tiny_models import CONFIGS
 
@@ -55,8 +56,6 @@ def upstream(tmp_path_factory) -> Path:
 
 
 def test_greedy_tokens_and_prompt_logprobs(runner, upstream, model_folder, tmp_path):
-    from conftest import engine_options
-
     job = {
         "model": str(model_folder("llama")),
         "options": engine_options() | {"max_num_batched_tokens": 64},

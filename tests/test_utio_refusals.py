@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import runners
 import torch
+from conftest import engine_options
 from depth_routing import CUTOFFS, NUM_LAYERS
 from safetensors.torch import load_file, save_file
 from test_utio_cutoffs import ABOUT, save_probes
@@ -192,8 +193,6 @@ json.dump(messages, open(sys.argv[2], "w"))
 
 
 def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
-    from conftest import engine_options
-
     options = engine_options() | dict(
         load_format="dummy", enable_utio=True, max_model_len=128
     )

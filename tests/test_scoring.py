@@ -324,6 +324,22 @@ def test_prompt_logprobs_of_teacher_forcing_match_the_ordinary_ones(llm, flat):
         assert ours.logprob == pytest.approx(upstreams.logprob, abs=FLOAT32_TOLERANCE)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_prompt_logprobs_beside_prompt_logprob_token_ids_are_whole(llm, max_tokens):
+    """Without tokens to generate the last token is run for them as well."""
+    sampling = params(
+        max_tokens,
+        prompt_logprobs=0,
+        prompt_logprob_token_ids=[[token] for token in PROMPT[1:]],
+    )
+    (output,) = run(llm, [prompt(PROMPT)], sampling)
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    values = output.target_logprobs.logprobs[:, 0]
+    for token, entry, value in zip(PROMPT[1:], output.prompt_logprobs[1:], values):
+        assert entry[token].logprob == pytest.approx(value, abs=FLOAT32_TOLERANCE)
+    assert len(output.outputs[0].token_ids) == max_tokens
+
+
 @pytest.mark.parametrize("rows", [1, 12, len(PROMPT) - 1])
 def test_prompt_logprob_token_ids_gives_the_same_numbers(llm, rows):
     """Upstream's name for it: rows from `prompt_logprob_start`, which counts the

@@ -31,6 +31,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.platforms import current_platform
 
@@ -166,10 +167,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         engine.add_argument(f"--{flag}", action="store_true", default=None)
 
 
+def read_text(path: Path) -> str:
+    """Reads a text as it is: line ends of any kind are scored."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        sys.exit(f"error: {path} is not UTF-8: {error.reason} at byte {error.start}")
+
+
 def read_texts(args: argparse.Namespace) -> list[str]:
     """Reads the texts that the arguments name."""
     if args.text:
-        return [path.read_text(errors="replace") for path in args.text]
+        return [read_text(path) for path in args.text]
     if args.held_out:
         sys.path.insert(0, str(REFERENCE_MODEL))
         from corpus import read
@@ -220,11 +229,14 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def tokenize(llm: LLM, texts: list[str], limit: int | None) -> list[list[int]]:
     """Token ids of each text, `limit` of them in all."""
+    tokenizer = llm.get_tokenizer()
+    options = {}
+    if isinstance(tokenizer, PreTrainedTokenizerBase):  # Mistral's is none
+        options["verbose"] = False  # that a text is longer than the model's context
     left = limit or sys.maxsize
     tokens = []
     for text in texts:
-        # verbose=False: no warning that a text is longer than the model's context.
-        ids = llm.get_tokenizer()(text, verbose=False)["input_ids"][:left]
+        ids = tokenizer.encode(text, **options)[:left]
         tokens.append(ids)
         left -= len(ids)
     return tokens

@@ -309,6 +309,19 @@ def test_a_playbook_that_is_loaded_is_bounded(tmp_path):
     assert [b.id for b in book.bullets] == ["b3", "b6"]
 
 
+def test_an_id_of_a_loaded_playbook_is_not_used_again(tmp_path):
+    """Also by a playbook that somebody wrote, without `next_number`."""
+    path = tmp_path / "playbook.json"
+    bullets = [{"id": i, "content": i} for i in ("b2", "mine", "b7")]
+    path.write_text(json.dumps({"bullets": bullets}))
+    book = Playbook.load(path)
+    book.apply([Add(type="ADD", content="something new")])
+    assert [bullet.id for bullet in book.bullets] == ["b2", "mine", "b7", "b8"]
+    path.write_text(json.dumps({"bullets": [bullets[0]] * 2}))
+    with pytest.raises(PlaybookError, match="the same id"):
+        Playbook.load(path)
+
+
 def test_a_playbook_is_kept(tmp_path, monkeypatch):
     book, path = with_bullets(2), tmp_path / "playbook.json"
     book.tag({"b1": "helpful"})
@@ -520,8 +533,11 @@ def test_the_prompts_fit_the_reference_model():
     context = AutoConfig.from_pretrained(REFERENCE_MODEL).max_position_embeddings
     defaults = RunSettings()
     advice = "Prefer the plural for names of lists, the singular for an entry. " * 9
-    bullet = Bullet(id="b99", content=advice[: defaults.max_chars])
-    book = Playbook(bullets=[bullet] * defaults.max_bullets)
+    bullets = [
+        Bullet(id=f"b{10 + n}", content=advice[: defaults.max_chars])
+        for n in range(defaults.max_bullets)
+    ]
+    book = Playbook(bullets=bullets)
     for sample in prompts.load_samples(prompts.SHIPPED):
         answer = sample.prefix + "Aq\ufffd" * defaults.generator_tokens
         judged = prompts.Judgement(said="str", right=False)
@@ -1261,6 +1277,23 @@ def test_a_model_without_a_longest_context(tmp_path):
     with LLMClient("transformers", str(tmp_path)) as client:
         [found] = client.chat([HELLO], Sampling(max_tokens=2))
     assert found.token_ids
+
+
+def test_a_models_own_penalties_do_not_count(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE_MODEL)
+    AutoTokenizer.from_pretrained(REFERENCE_MODEL).save_pretrained(tmp_path)
+    found = []
+    for penalty in (1.0, 5.0):
+        model.generation_config.repetition_penalty = penalty
+        model.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "generation_config.json").read_text())
+        with LLMClient("transformers", str(tmp_path)) as client:
+            [completion] = client.chat([HELLO], Sampling(max_tokens=24))
+            found.append(completion.token_ids)
+    assert len(set(found[0])) < len(found[0])  # some are repeated
+    assert found[0] == found[1]
 
 
 # The benchmark

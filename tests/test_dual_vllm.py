@@ -25,6 +25,7 @@ from aiohttp.test_utils import TestServer
 from scipy import stats
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, logsumexp, softmax
+from tokenizers import Tokenizer, decoders, models
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -163,6 +164,29 @@ def test_effective_sample_size():
     expected = weights.sum(axis=1) ** 2 / (weights**2).sum(axis=1) / len(drawn)
     found = tilted.effective_sample_size(logprobs, q)
     np.testing.assert_allclose(found, expected, rtol=0.02)
+
+
+def test_effective_sample_size_without_a_token_that_neither_has():
+    logprobs = np.log([[0.5, 0.5, 1e-300], [0.4, 0.6, 1e-300]])
+    q = np.array([0.45, 0.55, 0.0])
+    expected = tilted.effective_sample_size(logprobs[:, :2], q[:2])
+    logprobs[:, 2] = LOG_ZERO
+    with np.errstate(all="raise", under="ignore"):
+        found = tilted.effective_sample_size(logprobs, q)
+    np.testing.assert_allclose(found, expected)
+
+
+def test_a_text_begins_as_it_does_after_the_prompt():
+    """With decoders that leave out the first space of what they are given."""
+    words = {"▁a": 0, "▁b": 1, "c": 2}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.decoder = decoders.Metaspace()
+    assert tokenizer.decode([1]) == "b"
+    dual = SimpleNamespace(tokenizer=tokenizer)
+    for prompt, drawn, text in (([0], [1], " b"), ([0] * 9, [2, 1], "c b"), ([0], [], "")):
+        output = GenerationOutput(0, prompt, drawn)
+        DualVLLMCoordinator.set_text(dual, output)
+        assert output.text == text
 
 
 def test_noise_is_gumbel_and_belongs_to_the_token():

@@ -107,3 +107,14 @@ def test_a_dataset_is_one_text(tmp_path):
         "row 0\n\nrow 1\n\nrow 2"
     ]
     assert len(read_texts(parse_args(arguments))[0].split("\n\n")) == 5
+
+
+def test_a_text_is_scored_as_it_is(tmp_path):
+    from score_perplexity import parse_args, read_texts
+
+    path = tmp_path / "text.txt"
+    path.write_bytes("é\r\n\n".encode())
+    assert read_texts(parse_args(["--text", str(path)])) == ["é\r\n\n"]
+    path.write_bytes("é".encode("latin-1"))
+    with pytest.raises(SystemExit, match="text.txt is not UTF-8"):
+        read_texts(parse_args(["--text", str(path)]))

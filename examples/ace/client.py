@@ -320,7 +320,7 @@ class _Transformers:
 
     def __init__(self, model: str, template: str, dtype: str, batch_size: int):
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
         self.model = model
         self.batch_size = batch_size
@@ -341,6 +341,8 @@ class _Transformers:
         if ends is None:
             ends = self.tokenizer.eos_token_id
         self.ends = [ends] if isinstance(ends, int) else list(ends or [])
+        # Else it fills in what `complete` leaves out, such as a repetition penalty.
+        self.network.generation_config = GenerationConfig()
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token_id = self.ends[0] if self.ends else 0
 

@@ -23,6 +23,7 @@ from pydantic import (
     StringConstraints,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 
 Content = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -84,6 +85,15 @@ class Playbook(BaseModel):
     max_bullets: int = Field(20, ge=1)
     max_chars: int = Field(160, ge=1)
     alike: float = Field(0.9, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> "Playbook":
+        ids = [bullet.id for bullet in self.bullets]
+        if len(set(ids)) < len(ids):
+            raise ValueError("two bullets have the same id")
+        numbers = (int(i[1:]) for i in ids if i[:1] == "b" and i[1:].isdecimal())
+        self.next_number = max(self.next_number, 1 + max(numbers, default=0))
+        return self
 
     def find(self, bullet_id: str) -> Bullet | None:
         return next((b for b in self.bullets if b.id == bullet_id), None)

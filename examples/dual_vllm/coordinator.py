@@ -50,6 +50,8 @@ from dual_vllm.server import Answer, Server, ServerError, TopK
 logger = logging.getLogger(__name__)
 
 NOT_SCORED = -1
+# Tokens of the prompt that the drawn ones are decoded with, to read as they do there.
+PROMPT_TAIL = 8
 LOG_ZERO = -1e4
 """Stands for the log of a probability that is zero."""
 MARGIN = 0.05
@@ -363,7 +365,15 @@ class DualVLLMCoordinator:
         ids = output.token_ids
         if output.finish_reason == "stop":
             ids = ids[:-1]
-        output.text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        # After the prompt's last tokens, so that no leading space is lost.
+        before = output.prompt_token_ids[-PROMPT_TAIL:]
+        start, text = (
+            self.tokenizer.decode(part, skip_special_tokens=True)
+            for part in (before, before + ids)
+        )
+        if not text.startswith(start):  # a character begins in the prompt
+            start, text = "", self.tokenizer.decode(ids, skip_special_tokens=True)
+        output.text = text[len(start) :]
 
     async def steps(
         self, queue: deque[Sample], at_once: int | None = None

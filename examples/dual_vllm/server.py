@@ -189,6 +189,10 @@ class Server:
             "prompt": prompts,
             "max_tokens": 1,
             "temperature": 0,
+            # Not what the model's generation_config.json may say.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "logprobs": top_k,
             "return_tokens_as_token_ids": True,
         }

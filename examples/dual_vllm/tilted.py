@@ -164,7 +164,10 @@ def estimate_log_z(logprobs: np.ndarray, alpha: float) -> float:
 def effective_sample_size(logprobs: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Share `[2]` of draws from q that count when reweighted to each model,
     (sum w)^2 / (n sum w^2) with w = model / q, in the limit of many draws."""
-    return 1 / (np.exp(2 * logprobs) / q).sum(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.exp(2 * logprobs - np.log(q))
+    # A token that neither has is no part of the sum.
+    return 1 / np.where(np.exp(logprobs) > 0, terms, 0).sum(axis=1)
 
 
 class Noise:

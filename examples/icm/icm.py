@@ -270,6 +270,8 @@ def sample_once(settings: Settings, client: Client) -> Sample:
         name = sha256(request.encode()).hexdigest()[:16]
         kept = settings.output / f"sampled-{name}.json"
         if not kept.exists() or settings.restart:
+            # Of other solutions; this may be interrupted.
+            (settings.output / Checkpoint.NAME).unlink(missing_ok=True)
             with console.status(f"sampling solutions ({kept.name})"):
                 replace_file(kept, json.dumps(client.sample(prompts, **fields)))
         return json.loads(kept.read_text())

@@ -18,8 +18,12 @@ HERE = Path(__file__).parent
 def main() -> None:
     import utio_model  # noqa: F401  # registers the model
 
-    # Before the caller's own, which is taken if there is one.
-    if len(sys.argv) > 1 and sys.argv[1] == "run":
+    # Before the caller's own, which is taken if there is one; a --config may name one
+    # too. Without "run", options alone are lm-eval's older form of it.
+    if len(sys.argv) > 1 and sys.argv[1].startswith("--") and sys.argv[1] != "--help":
+        sys.argv.insert(1, "run")
+    given = any(word.split("=")[0] in ("--config", "-C") for word in sys.argv)
+    if len(sys.argv) > 1 and sys.argv[1] == "run" and not given:
         sys.argv[2:2] = ["--include_path", str(HERE / "tasks")]
     cli_evaluate()
 

@@ -246,7 +246,7 @@ class CostModel:
         spans = []
         states = torch.randn(size, 1024, dtype=getattr(torch, DTYPE))
         for _ in range(3):
-            for layer in runner(llm).model.model.layers:
+            for layer in runner(llm).model.model.layers[CUTOFFS[0] :]:
                 project = layer.self_attn.qkv_proj.quant_method.keys_values
                 start = time.perf_counter()
                 project(states)

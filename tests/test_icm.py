@@ -826,10 +826,14 @@ def test_what_was_sampled_is_kept_for_the_same_request(server, tmp_path):
     first = load()
     assert load() == first and solutions(server) == [4]
     assert len(load(pool_size=32).examples) == 32
+    checkpoint = settings(server, "gsm8k", tmp_path).output / icm.Checkpoint.NAME
+    checkpoint.write_text("of a run")
     load(seed=1)
     rows.write_text(json.dumps(make[::-1]))
     load()
+    assert checkpoint.exists()  # whatever else was asked for in its folder
     load(restart=True)
+    assert not checkpoint.exists()  # it would be of other solutions
     assert solutions(server) == [4, 8, 4, 4, 4]
     load()
     assert solutions(server) == [4, 8, 4, 4, 4]

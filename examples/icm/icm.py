@@ -270,8 +270,9 @@ def sample_once(settings: Settings, client: Client) -> Sample:
         name = sha256(request.encode()).hexdigest()[:16]
         kept = settings.output / f"sampled-{name}.json"
         if not kept.exists() or settings.restart:
-            # Of other solutions; this may be interrupted.
-            (settings.output / Checkpoint.NAME).unlink(missing_ok=True)
+            if settings.restart:
+                # It is of the solutions that go. What follows may be interrupted.
+                (settings.output / Checkpoint.NAME).unlink(missing_ok=True)
             with console.status(f"sampling solutions ({kept.name})"):
                 replace_file(kept, json.dumps(client.sample(prompts, **fields)))
         return json.loads(kept.read_text())

@@ -130,20 +130,25 @@ def test_bad_targets_are_refused_at_the_call(serve, llama):
     assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])
 
 
-def test_streaming_input_is_refused(serve, llama):
-    """A session whose prompt goes on growing has no end to align the rows to."""
+@pytest.mark.parametrize("name", ["target_token_ids", "prompt_logprob_token_ids"])
+def test_streaming_input_is_refused(serve, llama, name):
+    """A session whose prompt goes on growing has no end to align the rows to, and no
+    states of what it has read before."""
     from vllm.engine.protocol import StreamingInput
     from vllm.exceptions import VLLMValidationError
 
     ids = random_ids(5, VOCABULARY, 20)
 
     async def pieces(llm):
-        rendered = await llm.renderer.render_cmpl_async([prompt(ids, ids[1:])])
+        targets = ids[1:] if name == "target_token_ids" else None
+        rendered = await llm.renderer.render_cmpl_async([prompt(ids, targets)])
         yield StreamingInput(prompt=rendered[0])
 
     async def use(llm):
-        with pytest.raises(VLLMValidationError, match="target_token_ids"):
-            await last_output(llm, pieces(llm), params(1), "stream")
+        rows = {} if name == "target_token_ids" else {name: [[i] for i in ids[1:]]}
+        with pytest.raises(VLLMValidationError, match=name) as error:
+            await last_output(llm, pieces(llm), params(1, **rows), "stream")
+        assert error.value.parameter == name
         return await last_output(llm, prompt(ids, ids[1:]), params(), "good")
 
     assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])

@@ -70,10 +70,10 @@ def servers(tmp_path_factory):
     """Both servers, started side by side."""
     folder = tmp_path_factory.mktemp("dual")
     part = first_layers(REFERENCE_MODEL, 8, folder / "eight-layers")
-    # As some models have it: answers are not to depend on it.
-    for file in (part / "generation_config.json",):
-        given = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(given | {"repetition_penalty": 5.0}))
+    # As some models have one, on which nothing may depend.
+    file = part / "generation_config.json"
+    given = json.loads(file.read_text())
+    file.write_text(json.dumps(given | {"repetition_penalty": 5.0}))
     models = [str(REFERENCE_MODEL), str(part)]
     with launch.servers(models, folder, ARGUMENTS) as pair:
         pair[0].folder, pair[1].folder = models

@@ -15,6 +15,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "lm_eval"
+TASKS = str(EXAMPLE / "tasks")
 MODEL = ROOT / "examples" / "reference_model" / "model"
 MAX_LENGTH = 1024
 VOCABULARY = 4096
@@ -239,3 +240,26 @@ def test_command_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", arguments)
     run.main()
     assert "|held_out_next_line|" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["run", "--tasks", "a"], ["run", "--include_path", TASKS, "--tasks", "a"]),
+        (["--tasks", "a"], ["run", "--include_path", TASKS, "--tasks", "a"]),
+        (["run", "--config", "my.yaml"], ["run", "--config", "my.yaml"]),
+        (["run", "-C", "my.yaml"], ["run", "-C", "my.yaml"]),
+        (["ls", "tasks"], ["ls", "tasks"]),
+        (["--help"], ["--help"]),
+        ([], []),
+    ],
+)
+def test_the_tasks_of_the_folder_are_known(words, expected, monkeypatch):
+    """A --config may name its own."""
+    import run
+
+    seen = []
+    monkeypatch.setattr(run, "cli_evaluate", lambda: seen.extend(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    run.main()
+    assert seen == expected

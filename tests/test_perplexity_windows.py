@@ -4,6 +4,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,3 +119,12 @@ def test_a_text_is_scored_as_it_is(tmp_path):
     path.write_bytes("é".encode("latin-1"))
     with pytest.raises(SystemExit, match="text.txt is not UTF-8"):
         read_texts(parse_args(["--text", str(path)]))
+
+
+def test_tokenizers_that_know_no_verbose():
+    """As Mistral's own, which is none of Transformers'."""
+    from score_perplexity import tokenize
+
+    tokenizer = SimpleNamespace(encode=lambda text: [*text.encode()])
+    llm = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    assert tokenize(llm, ["ab", "cd"], 3) == [[97, 98], [99]]

@@ -147,11 +147,19 @@ def test_an_option_is_refused(model_folder, options, name):
         configure(str(model_folder("deep_llama")), **given)
 
 
-def test_the_rust_frontend_is_refused(model_folder, monkeypatch):
-    """It cannot read the depths of tokens."""
+VARIABLES = {
+    # It cannot read the depths of tokens.
+    "VLLM_USE_RUST_FRONTEND": "enable.utio.*Rust",
+    # Tokens are ranked within their batch.
+    "VLLM_BATCH_INVARIANT": "enable.utio.*VLLM_BATCH_INVARIANT",
+}
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_variable_is_refused(model_folder, monkeypatch, variable):
     disable_envs_cache()
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    with pytest.raises(ValueError, match="enable.utio.*Rust"):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=VARIABLES[variable]):
         configure(str(model_folder("deep_llama")), enable_utio=True)
 
 

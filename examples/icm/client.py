@@ -472,12 +472,10 @@ def _message(response: httpx.Response) -> str:
 
 def _retry_after(response: httpx.Response) -> float:
     """Seconds that the server asks us to wait: a number, or until a date."""
-    value = response.headers.get("retry-after", "0")
+    value = response.headers.get("retry-after", "")
     try:
-        return float(value)
-    except ValueError:
-        pass
-    try:
-        return parsedate_to_datetime(value).timestamp() - time.time()
+        if value.isdecimal():
+            return float(value)
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:
         return 0.0

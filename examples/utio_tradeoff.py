@@ -14,8 +14,8 @@ not change what comes after it, except through the keys and values that leavers 
 which is part of the cost. Agreement is with the greedy choice at full depth.
 
 Gain: the same batch generates freely, in turn with routing and with `max_depth` at all
-layers, which exempts requests from it, in the same engine. Prompts come from the prefix
-cache. The ratio is of whole calls, the median of neighbours.
+layers, which exempts requests from it, in the same engine. The ratio is of the time from
+the step in which the last one has its first token, the median of neighbours.
 
 Ways: random; tis, the score known before a step; probe, of a calibration made by
 utio_calibrate.py; oracle, which knows the true divergence of each token's exit from full
@@ -92,12 +92,19 @@ class Chosen:
     # Of the oracle: nats [steps], by request and cutoff; how far each request is.
     divergence: dict[tuple[str, int], np.ndarray] = {}
     steps: Counter[str] = Counter()
+    last: dict[str, int] = {}  # cutoff at which it was scored
 
     @classmethod
     def set(cls, way: str, shares: Sequence[float]) -> None:
         cls.way, cls.shares = way, list(shares)
         cls.generator.manual_seed(0)
+        cls.forget()
+
+    @classmethod
+    def forget(cls) -> None:
+        """Of requests before."""
         cls.steps.clear()
+        cls.last.clear()
 
 
 class BeforeTheStep(DepthPolicy):
@@ -122,13 +129,13 @@ class AtTheCutoff(CutoffPolicy):
         if Chosen.way == PROBE:
             return self.probe.score(cutoff, states, req_indices, req_ids)
         scores = []
-        # The first one at which any leave is the one that sees every step.
-        exits = [c for c, share in zip(self.config.cutoffs, Chosen.shares) if share]
         for index in req_indices.tolist():
             # The engine appends eight characters to the ids that it is given.
             name = req_ids[index].rpartition("-")[0]
             known = Chosen.divergence.get((name, cutoff), (0.0,))
-            Chosen.steps[name] += cutoff == exits[0]
+            # A step goes up through the cutoffs, those at which none leaves left out.
+            Chosen.steps[name] += cutoff <= Chosen.last.get(name, cutoff)
+            Chosen.last[name] = cutoff
             scores.append(known[min(Chosen.steps[name], len(known)) - 1])
         return torch.tensor(scores, dtype=torch.float32, device=states.device)
 
@@ -207,7 +214,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--dtype", default="float32")
     engine.add_argument("--enforce-eager", action="store_true")
-    engine.add_argument("--kv-cache-memory-bytes", type=int, default=2**28)
+    engine.add_argument("--kv-cache-memory-bytes", type=int, default=2**31)
     engine.add_argument(
         "--speed-tokens", type=int, default=32, help="tokens of a timed call"
     )
@@ -215,12 +222,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--speed-rounds", type=int, default=5, help="timed pairs of calls; 0: none"
     )
     args = parser.parse_args(argv)
-    for name in ("sequences", "prompt_length", "speed_tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.forced_length < 2:
-        parser.error("--forced-length must be at least 2")
+    least = dict(sequences=1, prompt_length=1, forced_length=2, speed_tokens=2)
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            parser.error(f"--{name.replace('_', '-')} must be at least {value}")
     if args.cutoffs:
+        if args.mix and args.cutoffs != sorted(set(args.cutoffs)):
+            parser.error("--cutoffs must be ascending with --mix")
         args.cutoffs = sorted(set(args.cutoffs))
         if args.cutoffs[0] < 1:
             parser.error(f"--cutoffs must be at least 1, not {args.cutoffs[0]}")
@@ -262,6 +270,7 @@ class Sweep:
         args = self.args
         early = [way for way in args.ways if way in (RANDOM, TIS)]
         late = [way for way in args.ways if way in (PROBE, ORACLE)]
+        llm = self.engine(BeforeTheStep)  # which refuses what does not fit the model
         if ORACLE in late:
             Chosen.divergence = self.divergences()
         exits = tuple(args.cutoffs)
@@ -269,7 +278,6 @@ class Sweep:
         plans += [(exits, shares) for shares in args.mix]
         total = 1 + len(exits) + len(plans) * len(args.ways)
         with tqdm(total=total, unit="way") as bar:
-            llm = self.engine(BeforeTheStep)
             Chosen.set(RANDOM, self.shares((), ()))
             logprobs, self.greedy, _ = self.force(llm, max_depth=self.num_layers)
             self.base = math.exp(-logprobs.mean())
@@ -322,6 +330,17 @@ class Sweep:
         except ValueError as error:
             sys.exit(f"--model {args.model}: {error}")
         self.engines.append(llm)
+        cache = llm.llm_engine.vllm_config.cache_config
+        # One block is never given to requests.
+        blocks = math.ceil(llm.model_config.max_model_len / cache.block_size)
+        needed = args.sequences * blocks + 1
+        if cache.num_gpu_blocks < needed:
+            # Preempted ones would go on at full depth.
+            least = math.ceil(args.kv_cache_memory_bytes / cache.num_gpu_blocks * needed)
+            sys.exit(
+                f"--kv-cache-memory-bytes {args.kv_cache_memory_bytes}: --sequences "
+                f"{args.sequences} decode at once, which takes {least}"
+            )
         return llm
 
     def divergences(self) -> dict[tuple[str, int], np.ndarray]:
@@ -383,17 +402,24 @@ class Sweep:
         return logprobs[:, 1:], greedy[:, 1:], depth / self.num_layers
 
     def generate(self, llm: LLM, params: list[SamplingParams]) -> list:
-        """The completions. Requests are named by their numbers, all decode at once."""
-        Chosen.steps.clear()
+        """The completions, and in `decoding` the seconds since all had a token.
+
+        Requests are named by their numbers, all decode at once.
+        """
+        Chosen.forget()
         engine = llm.llm_engine
         for n, (window, own) in enumerate(zip(self.windows, params)):
             ids = window[: self.args.prompt_length].tolist()
             engine.add_request(f"{n}", TokensPrompt(prompt_token_ids=ids), own)
-        done = {}
+        done, begun, started = {}, set(), 0.0
         while engine.has_unfinished_requests():
             for output in engine.step():
+                begun.add(output.request_id)
                 if output.finished:
                     done[int(output.request_id)] = output.outputs[0]
+            if not started and len(begun) == len(params):
+                started = time.perf_counter()
+        self.decoding = time.perf_counter() - started
         return [done[n] for n in range(len(params))]
 
     def add(self, llm, way, exits, leaving, measured, max_depth=None) -> None:
@@ -414,7 +440,7 @@ class Sweep:
         )
 
     def speedup(self, llm: LLM, max_depth: int | None) -> float:
-        """Times as fast as exempt requests."""
+        """Times as fast as exempt requests, in decode steps."""
         ratios = []
         for round_ in range(self.args.speed_rounds + 1):
             seconds = {}
@@ -427,9 +453,8 @@ class Sweep:
                     detokenize=False,
                     max_depth=depth,
                 )
-                started = time.perf_counter()
                 self.generate(llm, [params] * len(self.windows))
-                seconds[depth] = time.perf_counter() - started
+                seconds[depth] = self.decoding
             ratios.append(seconds[self.num_layers] / seconds[max_depth])
         return statistics.median(ratios[1:]) if ratios[1:] else math.nan
 
@@ -466,16 +491,33 @@ def closed(points: list[Point], point: Point) -> float | None:
     return (by_way[RANDOM] - point.perplexity) / gap if gap > 0 else None
 
 
-def interval(sweep: Sweep, point: Point) -> tuple[float, float]:
-    """95 % interval of that share, over the choice of sequences."""
+def interval(sweep: Sweep, point: Point) -> tuple[float, float] | None:
+    """95 % interval of that share, over the choice of sequences.
+
+    None where they are fewer than eight, or the gap is not above 0 in all but 2.5 % of
+    the choices: a share of it then means nothing.
+    """
     ways = RANDOM, ORACLE, point.way
     plan = point.exits, point.leaving
     losses = np.stack([sweep.losses[way, *plan] for way in ways])
     size = losses.shape[1]
     drawn = np.random.default_rng(0).integers(size, size=(2000, size))
     random, oracle, own = np.exp(losses[:, drawn].mean(2))
+    if size < 8 or np.mean(random <= oracle) > 0.025:
+        return None
+    random, oracle, own = (x[random > oracle] for x in (random, oracle, own))
     low, high = np.percentile((random - own) / (random - oracle), [2.5, 97.5])
     return low, high
+
+
+def gap_closed(sweep: Sweep, point: Point) -> str:
+    share = closed(sweep.points, point)
+    if share is None:
+        return ""
+    found = interval(sweep, point)
+    if found is None:
+        return "not resolved"
+    return "{:.0%} ({:.0%} to {:.0%})".format(share, *found)
 
 
 def show(sweep: Sweep) -> None:
@@ -488,14 +530,12 @@ def show(sweep: Sweep) -> None:
         FULL, f"{sweep.num_layers}", "", "1.00", f"{sweep.base:.3f}", "", "1.000"
     )
     for p in sorted(sweep.points, key=lambda p: (len(p.exits), p.exits, p.leaving)):
-        share = closed(sweep.points, p)
         table.add_row(
             p.way, ", ".join(map(str, p.exits)),
             ", ".join(f"{share:.0%}" for share in p.leaving), f"{p.mean_depth:.2f}",
             f"{p.perplexity:.3f}", f"{p.rise:+.1%}", f"{p.agreement:.3f}",
             "" if math.isnan(p.speedup) else f"{p.speedup:.2f}×",
-            "" if share is None else
-            "{:.0%} ({:.0%} to {:.0%})".format(share, *interval(sweep, p)),
+            gap_closed(sweep, p),
         )  # fmt: skip
     tokens = sweep.windows.shape[0] * (sweep.args.forced_length - 1)
     Console(width=100).print(

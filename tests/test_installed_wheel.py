@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def wheel() -> Path:
-    wheels = sorted(DIST.glob("vllm-*.whl"), key=lambda path: path.stat().st_mtime)
+    wheels = sorted(DIST.glob("vllm-*.cpu-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         pytest.skip("no wheel in dist/, ./build.sh makes one")
     return wheels[-1]

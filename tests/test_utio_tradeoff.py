@@ -129,7 +129,15 @@ def test_what_the_oracle_knows(swept, windows, depth_oracle):
                 assert known[f"{name}", cutoff][step] == pytest.approx(kl, rel=1e-3)
 
 
-@pytest.mark.parametrize("plan", [((2,), (0.5,)), ((4,), (0.3,)), ((2, 4), (0.2, 0.5))])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ((2,), (0.5,)),
+        ((4,), (0.3,)),
+        ((2, 4), (0.2, 0.5)),
+        ((2, 4), (0.01, 0.5)),  # of ten, none leaves at the first
+    ],
+)
 def test_the_oracle_is_asked_about_the_step_that_runs(swept, monkeypatch, plan):
     """Once a step at the first exit, and for those that stayed at the others."""
     sweep, module = swept[3], swept[1]
@@ -148,7 +156,7 @@ def test_the_oracle_is_asked_about_the_step_that_runs(swept, monkeypatch, plan):
     module.Chosen.set("oracle", sweep.shares(*plan))
     policy.config.bucket_shares = module.Chosen.shares
     sweep.force(sweep.engines[-1])
-    first, *others = plan[0]
+    first, *others = [c for c, s in zip(*plan) if round(s * SEQUENCES)]
     assert seen[first] == [list(range(SEQUENCES))] * (FORCED - 1)
     for cutoff in others:
         staying = round(SEQUENCES * (1 - plan[1][0]))
@@ -235,6 +243,22 @@ def test_interval_of_the_share(size):
     assert interval(sweep, point) == pytest.approx(wanted, abs=0.3 * error)
 
 
+def test_a_gap_within_noise_has_no_share():
+    from utio_tradeoff import Point, gap_closed
+
+    rng = np.random.default_rng(0)
+    keys = [(way, (2,), (0.5,)) for way in ("random", "oracle", "probe")]
+    losses = dict(zip(keys, rng.normal(3, 0.5, (3, 64))))
+    points = [
+        Point(*key, 0.7, math.exp(own.mean()), 0.0, 0.0, 1.0)
+        for key, own in losses.items()
+    ]
+    points[1].perplexity = points[0].perplexity - 1e-3
+    assert gap_closed(SimpleNamespace(losses=losses, points=points), points[2]) == (
+        "not resolved"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -244,6 +268,9 @@ def test_interval_of_the_share(size):
         (["--leaving", "nan"], "--leaving must be between 0 and 1"),
         (["--ways", "probe"], "--ways probe needs a --calibration"),
         (["--mix", "0.5"], "--mix"),
+        (["--cutoffs", "4", "2", "--mix", "0.1,0.3"], "--cutoffs must be ascending"),
+        (["--speed-tokens", "1"], "--speed-tokens must be at least 2"),
+        (["--kv-cache-memory-bytes", str(2**21), "--sequences", "6"], "decode at once"),
         (["--cutoffs", "2", "4", "--mix", "0.5"], "--mix"),
         (["--cutoffs", "2", "4", "--mix", "0.5,0.6"], "--mix"),
         (["--cutoffs", "2", "4", "--mix", "0.5,0"], "--mix"),

@@ -326,13 +326,17 @@ def _space(checkout: Checkout, step: str) -> None:
 def _failure(step: Step, lines: list[str], log: Path) -> ToolError:
     text = "\n".join(lines)
     errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-    if errors:
-        said = "\n".join(lines[errors[-1] :]).removeprefix("error: ")
-    elif "No space left on device" in text:
+    if "No space left on device" in text:
         said = (
             "the disk is full; a build needs about 6 GiB, and 12 where the package "
             "index has torch for CUDA only (see README.md)"
         )
+    elif errors:
+        # Such an error may speak of the messages above it.
+        above = lines[max(0, errors[-1] - 12) : errors[-1]]
+        said = "\n".join(lines[errors[-1] :]).removeprefix("error: ")
+        if "above" in said:
+            said = "\n".join([*above, said])
     elif fetch.network_failed(text):
         said = (
             "the package index could not be reached. Check the network, or "
@@ -485,7 +489,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Fetch the pinned vLLM release, apply the patches, build the "
         "wheel into dist/ and install it into .venv.",
         epilog="Steps that are done are skipped; an interrupted build goes on where "
-        "it was. Nothing outside this folder is written. Needs Linux on x86-64, "
+        "it was. Nothing outside this folder is written but temporary files. Needs Linux on x86-64, "
         "Python 3.11, git and about 6 GiB of disk space.",
     )
     parser.add_argument(

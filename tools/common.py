@@ -111,6 +111,8 @@ def run_main(main: Callable[[], None]) -> None:
     A request to end is taken as an interruption, so that temporary folders go.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         main()
     except ToolError as error:

@@ -22,6 +22,10 @@ _HOW_TO_GO_ON = """\
 Resolve them in {source}, `git add` them, then
   .venv/bin/python -m tools.series rebase --continue
 or give up with `.venv/bin/python -m tools.series rebase --abort`."""
+_MEND = """\
+Mend and commit it in {source}, then
+  .venv/bin/python -m tools.series rebase --continue
+or give up with `.venv/bin/python -m tools.series rebase --abort`."""
 _NEXT = """\
 Read the comparison above, then
   .venv/bin/python -m tools.lock pin cpu cuda     # the binaries of {release}
@@ -43,6 +47,11 @@ def _state(checkout: Checkout) -> Path:
     return checkout.build / "rebase.json"
 
 
+def waits(checkout: Checkout) -> bool:
+    """Whether a rebase is to be continued or aborted."""
+    return _state(checkout).exists()
+
+
 def _load(checkout: Checkout) -> _Move:
     try:
         return _Move(**json.loads(_state(checkout).read_text()))
@@ -57,7 +66,7 @@ def start(checkout: Checkout, release: str) -> None:
         ToolError: a move is in progress, work in ``build/src`` was not exported, the
             release can not be had, or a patch conflicts; names it and the files.
     """
-    if _state(checkout).exists():
+    if waits(checkout):
         raise ToolError("a rebase is in progress: give --continue or --abort")
     lock = locks.read(checkout)
     if release == lock.release:
@@ -136,10 +145,11 @@ def _finish(checkout: Checkout, move: _Move) -> None:
     new, old = bases.in_clone(move.new), bases.in_clone(move.old)
     print(repository.range_diff("--no-color", f"{old}..{move.head}", f"{new}..HEAD"))
     archive = Archive(**move.archive)
+    lock = locks.read(checkout)
     locks.write(
         checkout,
         dataclasses.replace(
-            locks.read(checkout),
+            lock,
             release=move.new,
             commit=_commit(checkout, archive, move.new),
             revision=1,
@@ -148,7 +158,11 @@ def _finish(checkout: Checkout, move: _Move) -> None:
             wheels={},
         ),
     )
-    done = series.export(checkout)
+    try:
+        done = series.export(checkout)
+    except ToolError as error:
+        locks.write(checkout, lock)
+        raise ToolError(f"{error}\n{_MEND.format(source=checkout.source)}") from None
     _state(checkout).unlink()
     print(f"the series is on {move.new}, tree {done.tree}")
     print(patchset.summary(done.patches))

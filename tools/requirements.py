@@ -82,7 +82,10 @@ def resolve(checkout: Checkout, wanted: list[str], upgrade: bool) -> dict[str, s
             command += ["--constraint", str(folder / "kept.txt")]
         environment = fetch.clean_environment(checkout)
         if subprocess.run(command, env=environment).returncode:
-            raise ToolError("pip found no set of versions; its messages are above")
+            raise ToolError(
+                "pip found no set of versions; its messages are above. If the release "
+                "wants newer ones than requirements/cpu.lock has, give --upgrade"
+            )
         report = json.loads((folder / "report.json").read_text())
     found = (row["metadata"] for row in report["install"])
     return {row["name"]: row["version"].split("+")[0] for row in found}

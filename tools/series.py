@@ -12,6 +12,7 @@ Work on the series: ``open``, edit in ``build/src``, ``git commit --fixup`` and
 
 import argparse
 import dataclasses
+import hashlib
 import re
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ from tools.patchset import Patch
 
 # Where build/src stood when it last agreed with patches/.
 _AGREED = "refs/series/agreed"
+_PATCHES = "series.patches"
 _BRANCH = "series"
 _FORMAT = [
     "--keep-subject", "--zero-commit", "--no-signature", "--full-index", "--no-stat",
@@ -136,11 +138,31 @@ def unexported(checkout: Checkout) -> str:
             return "a rebase or am is in progress there"
         if repository.status("--porcelain"):
             return "it has uncommitted changes"
+        if repository.for_each_ref("refs/stash"):
+            return "it has stashed changes"
         if repository.rev_parse("HEAD") != repository.rev_parse(_AGREED):
             return "it has commits that were not exported"
     except git.GitCommandError:
         return "it is not a tree that `open` made"
     return ""
+
+
+def _agree(checkout: Checkout, repository: git.Git) -> None:
+    """Note that ``build/src`` and ``patches/`` are the same."""
+    repository.update_ref(_AGREED, "HEAD")
+    repository.config(_PATCHES, _digest(checkout))
+
+
+def _known_patches(repository: git.Git) -> str:
+    """``_digest`` when they last were the same; empty if that was not noted."""
+    return repository.config("--default", "", "--get", _PATCHES)
+
+
+def _digest(checkout: Checkout) -> str:
+    """What stands in ``patches/``."""
+    files = patch_files(checkout.patches)
+    contents = b"\0".join(part for f in files for part in (f.name.encode(), f.read_bytes()))
+    return hashlib.sha256(contents).hexdigest()
 
 
 def in_progress(source: Path) -> bool:
@@ -170,7 +192,7 @@ def open_series(checkout: Checkout, discard: bool = False) -> None:
         base = bases.in_clone(lock.release)
         repository.checkout("--quiet", "-b", _BRANCH, "--track", base)
         apply(repository, patch_files(checkout.patches))
-        repository.update_ref(_AGREED, "HEAD")
+        _agree(checkout, repository)
         for key, value in CHECKOUT_CONFIG.items():
             repository.config(key, value)
         shutil.rmtree(checkout.source, ignore_errors=True)
@@ -244,7 +266,13 @@ def export(
     if in_progress(folder):
         raise ToolError(f"a rebase or am is in progress in {folder}")
     if repository.status("--porcelain", "--untracked-files=no"):
-        raise ToolError(f"{folder} has uncommitted changes: commit or stash them")
+        raise ToolError(f"{folder} has uncommitted changes: commit them")
+    if source is None and _known_patches(repository) not in ("", _digest(checkout)):
+        raise ToolError(
+            f"patches/ is not what {folder} was opened from or exported to: this would "
+            "undo what has changed there. Keep your commits (`git format-patch`), "
+            "`open --discard`, and apply them (`git am`)"
+        )
     first = base or bases.in_clone(lock.release)
     exported = render(checkout, lock, repository, first)
     _complain(patchset.lint(exported.patches))
@@ -264,7 +292,7 @@ def export(
             checkout, dataclasses.replace(lock, tree=exported.tree, base_tree=base_tree)
         )
     if source is None:
-        repository.update_ref(_AGREED, "HEAD")
+        _agree(checkout, repository)
     return exported
 
 
@@ -359,6 +387,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    from tools import rebase
+
     arguments = _parser().parse_args()
     if arguments.verb == "base":
         _import_base(HERE, arguments.source, arguments.url)
@@ -368,20 +398,19 @@ def main() -> None:
     elif arguments.verb == "export":
         if bool(arguments.tree) != bool(arguments.base):
             raise ToolError("--from and --base go together")
+        if not arguments.tree and rebase.waits(HERE):
+            raise ToolError("a rebase waits: `rebase --continue` exports")
         done = export(HERE, arguments.tree, arguments.base)
         print(f"patches/ written, tree {done.tree}\n{patchset.summary(done.patches)}")
     elif arguments.verb == "check":
         done = check(HERE)
         print(f"patches/ is sound, tree {done.tree}\n{patchset.summary(done.patches)}")
+    elif arguments.abort:
+        rebase.abort(HERE)
+    elif arguments.go_on:
+        rebase.go_on(HERE)
     else:
-        from tools import rebase
-
-        if arguments.abort:
-            rebase.abort(HERE)
-        elif arguments.go_on:
-            rebase.go_on(HERE)
-        else:
-            rebase.start(HERE, arguments.version)
+        rebase.start(HERE, arguments.version)
 
 
 if __name__ == "__main__":

@@ -128,13 +128,15 @@ def _run(
     }
     kernels = [file for file in files if file in INTERPRETED]
     others = [file for file in files if file not in INTERPRETED]
-    return max(
+    codes = [
         subprocess.run(
             [*command, *group], cwd=folder, env=environment | extra
         ).returncode
         for group, extra in ((kernels, interpreter), (others, paths))
         if group
-    )
+    ]
+    # That of a session which a signal ended is negative.
+    return next((code for code in codes if code), 0)
 
 
 def main() -> None:

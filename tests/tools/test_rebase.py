@@ -74,6 +74,36 @@ def test_a_rebase_can_be_given_up(forked):
     assert exported(forked) == before
 
 
+def broken(checkout: Checkout) -> None:
+    """A rebase whose result may not be exported: a patch does not say its status."""
+    conflicting(checkout)
+    repository = hermetic_git(checkout.source)
+    repository.checkout("--quiet", "--theirs", "vllm/engine.py")
+    repository.add("vllm/engine.py")
+    repository.rebase("--continue")
+    repository.commit("--quiet", "--amend", "--message", "[Core] Say nothing more")
+    with pytest.raises(ToolError, match="(?s)0002.*--continue.*--abort"):
+        rebase.go_on(checkout)
+
+
+def test_a_series_that_breaks_the_rules_can_be_mended(forked):
+    broken(forked)
+    message = "[Core] Say why\n\nWhy: a test.\n\nUpstream-Status: Pending"
+    hermetic_git(forked.source).commit("--quiet", "--amend", "--message", message)
+    rebase.go_on(forked)
+    assert locks.read(forked).release == NEWER
+    assert len(series.check(forked).patches) == 2
+
+
+def test_a_series_that_breaks_the_rules_can_be_given_up(forked):
+    before = exported(forked)
+    lock = locks.read(forked)
+    broken(forked)
+    rebase.abort(forked)
+    assert locks.read(forked) == lock and exported(forked) == before
+    assert series.check(forked)
+
+
 def test_a_second_rebase_waits_for_the_first(forked):
     conflicting(forked)
     with pytest.raises(ToolError, match="--continue or --abort"):

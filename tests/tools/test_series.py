@@ -105,6 +105,25 @@ def test_open_keeps_changes_that_were_not_committed(forked):
         series.open_series(forked)
 
 
+def test_open_keeps_changes_that_were_stashed(forked):
+    series.open_series(forked)
+    (forked.source / "vllm/engine.py").write_text("work\n")
+    hermetic_git(forked.source).stash()
+    with pytest.raises(ToolError, match="stashed"):
+        series.open_series(forked)
+
+
+def test_export_does_not_undo_patches_that_came_from_elsewhere(forked):
+    series.open_series(forked)
+    commit(forked, MESSAGE.format(what="Work"), {"vllm/new.py": b"new = 1\n"})
+    patch = sorted(forked.patches.glob("*.patch"))[-1]
+    patch.unlink()
+    before = exported(forked)
+    with pytest.raises(ToolError, match="patches/.*git format-patch"):
+        series.export(forked)
+    assert exported(forked) == before
+
+
 def test_git_rebase_needs_no_name_of_the_base(forked):
     repository = hermetic_git(forked.source)
     repository.update_environment(GIT_AUTHOR_NAME="A", GIT_AUTHOR_EMAIL="a@a.invalid")

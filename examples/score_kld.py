@@ -50,6 +50,7 @@ from safetensors.numpy import save_file
 from score_perplexity import BAR, Window
 from tqdm import tqdm
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.engine.target_token_ids import MAX_SCORES
 
 FORMAT = "kld-reference-1"
 NAMED_PER_CALL = 2**22
@@ -133,9 +134,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             write.error("--top-k must be at least 1")
         if args.tail_samples < 1:
             write.error("--tail-samples must be at least 1")
-        if not args.reference.parent.is_dir():
-            write.error(f"--reference: there is no folder {args.reference.parent}")
+        check_output(write, "--reference", args.reference)
+    elif args.json:
+        check_output(compare, "--json", args.json)
     return args
+
+
+def check_output(parser: argparse.ArgumentParser, name: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        parser.error(f"{name}: there is no folder {path.parent}")
+    if path.is_dir():
+        parser.error(f"{name}: {path} is a folder")
 
 
 def run_write(args: argparse.Namespace) -> None:
@@ -152,6 +161,12 @@ def run_write(args: argparse.Namespace) -> None:
     ]
     if not windows:
         raise Refused("the text has no token with another before it")
+    named = max(window.scored for window in windows) * (1 + args.top_k + args.tail_samples)
+    if named > MAX_SCORES:
+        raise Refused(
+            f"--top-k {args.top_k}: a window would have {named} scores, a request has "
+            f"at most {MAX_SCORES}; give less, or a smaller --stride"
+        )
     reference = make_reference(llm, windows, args.top_k, args.tail_samples)
     write_reference(reference, args.reference)
     show_reference(reference, args.reference)
@@ -321,7 +336,10 @@ def write_reference(reference: Reference, path: Path) -> None:
         "next_logprobs": reference.next_logprobs,
     }
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    save_file(tensors, path, metadata=reference.metadata)
+    try:
+        save_file(tensors, path, metadata=reference.metadata)
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"--reference {path}: {error}") from error
 
 
 def read_reference(path: Path) -> Reference:

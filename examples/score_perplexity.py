@@ -142,7 +142,11 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fills in the stride; a parser error if no window has that shape."""
+    """Fills in the stride; a parser error if no window has that shape, or of no text."""
+    for name in ("limit_tokens", "num_samples"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.stride is None:
         args.stride = max(args.context_length // 2, 1)
     if args.context_length < 2:
@@ -171,6 +175,8 @@ def read_text(path: Path) -> str:
     """Reads a text as it is: line ends of any kind are scored."""
     try:
         return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        sys.exit(f"error: {path}: {error.strerror}")
     except UnicodeDecodeError as error:
         sys.exit(f"error: {path} is not UTF-8: {error.reason} at byte {error.start}")
 

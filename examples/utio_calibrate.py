@@ -426,7 +426,11 @@ def check_size(args, hidden: int, fitted, held_out) -> None:
 
 def check_finite(args: argparse.Namespace, rows: Rows) -> None:
     if not np.isfinite(rows.kl).all() or not rows.features.isfinite().all():
-        sys.exit(f"--dtype {args.dtype}: the model's states or logits overflow")
+        refuse_overflow(args)
+
+
+def refuse_overflow(args: argparse.Namespace) -> None:
+    sys.exit(f"--dtype {args.dtype}: the model's states or logits overflow")
 
 
 class Exits:
@@ -622,6 +626,8 @@ def fit_translators(args, exits: Exits, windows, hidden_size: int) -> list[Trans
     equations = [NormalEquations(hidden_size, hidden_size) for _ in args.cutoffs]
     with tqdm(total=size, desc="states", unit="tok", leave=False) as bar:
         for at_cutoffs, ends, full in exits.samples(windows, args.batch_size):
+            if not at_cutoffs.isfinite().all() or not full.isfinite().all():
+                refuse_overflow(args)
             if fulls is None:
                 fulls = scratch(args, (size, full.shape[1]), np.float32)
             new = slice(filled, filled + len(full))

@@ -117,6 +117,8 @@ def test_a_text_is_scored_as_it_is(tmp_path):
     path.write_bytes("é\r\n\n".encode())
     assert read_texts(parse_args(["--text", str(path)])) == ["é\r\n\n"]
     path.write_bytes("é".encode("latin-1"))
+    with pytest.raises(SystemExit, match="nowhere.txt: No such file"):
+        read_texts(parse_args(["--text", str(tmp_path / "nowhere.txt")]))
     with pytest.raises(SystemExit, match="text.txt is not UTF-8"):
         read_texts(parse_args(["--text", str(path)]))
 

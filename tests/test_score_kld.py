@@ -324,6 +324,23 @@ def test_a_damaged_or_foreign_file_is_refused(reference_file, tmp_path, refuse):
     assert "fingerprint" in refuse("compare", "--reference", changed)
 
 
+def test_no_file_for_the_report_is_refused_before_it_is_made(reference_file, refuse):
+    arguments = ["compare", "--reference", reference_file, "--json", "/missing/x.json"]
+    assert "--json" in refuse(*arguments)
+
+
+def test_more_scores_than_a_request_may_have_are_refused(
+    runner, model_folder, text_file, tmp_path, refuse, monkeypatch
+):
+    import score_kld
+
+    monkeypatch.setattr(score_kld, "MAX_SCORES", 31 * (1 + 20 + 16) - 1)
+    arguments = ["--model", model_folder("llama"), "--text", text_file, *FLAGS]
+    arguments += ["--context-length", 32, "--stride", 32, "--top-k", 20]
+    path = tmp_path / "reference"
+    assert "--top-k 20" in refuse("write", *arguments, "--reference", path)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -332,6 +349,9 @@ def test_a_damaged_or_foreign_file_is_refused(reference_file, tmp_path, refuse):
         ["--stride", "0"],
         ["--top-k", VOCABULARY + 1],
         ["--reference", "/missing/folder/reference"],
+        ["--reference", "/"],
+        ["--limit-tokens", "-5"],
+        ["--num-samples", "0"],
     ],
 )
 def test_impossible_requests_are_refused(

@@ -13,7 +13,7 @@ Eager against eager; with `DEPTH_COMPILED=1` compiled against the compiled defau
 the eager staircase against it as well. The model's parts are timed eagerly in any case.
 
 What every token pays, its exit's logits, bounds the gain. `DEPTH_VOCABULARY=4096` makes
-that part small. With `DEPTH_SHARES=0.5,0.2333,0.2667` it is 9.6 layers on average.
+that part small. With `DEPTH_SHARES=0.5,0.2333,0.2667` tokens run 9.6 layers on average.
 """
 
 import functools

@@ -142,7 +142,7 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_windows(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fills in the stride; a parser error if no window has that shape, or of no text."""
+    """Fills in the stride; a parser error if there can be no text or no such window."""
     for name in ("limit_tokens", "num_samples"):
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -491,8 +491,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Fetch the pinned vLLM release, apply the patches, build the "
         "wheel into dist/ and install it into .venv.",
         epilog="Steps that are done are skipped; an interrupted build goes on where "
-        "it was. Nothing outside this folder is written but temporary files. Needs Linux on x86-64, "
-        "Python 3.11, git and about 6 GiB of disk space.",
+        "it was. Nothing outside this folder is written but temporary files. Needs "
+        "Linux on x86-64, Python 3.11, git and about 6 GiB of disk space.",
     )
     parser.add_argument(
         "verb",

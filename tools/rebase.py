@@ -19,11 +19,7 @@ from tools.hermetic import first_lines, hermetic_git
 from tools.lock import Archive
 
 _HOW_TO_GO_ON = """\
-Resolve them in {source}, `git add` them, then
-  .venv/bin/python -m tools.series rebase --continue
-or give up with `.venv/bin/python -m tools.series rebase --abort`."""
-_MEND = """\
-Mend and commit it in {source}, then
+{what} in {source}, then
   .venv/bin/python -m tools.series rebase --continue
 or give up with `.venv/bin/python -m tools.series rebase --abort`."""
 _NEXT = """\
@@ -50,6 +46,10 @@ def _state(checkout: Checkout) -> Path:
 def waits(checkout: Checkout) -> bool:
     """Whether a rebase is to be continued or aborted."""
     return _state(checkout).exists()
+
+
+def _how_to_go_on(checkout: Checkout, what: str) -> str:
+    return _HOW_TO_GO_ON.format(what=what, source=checkout.source)
 
 
 def _load(checkout: Checkout) -> _Move:
@@ -136,7 +136,7 @@ def _run(checkout: Checkout, repository: git.Git, options: list[str]) -> None:
             f"the patch {subject!r} conflicts in\n  "
             + "\n  ".join(files)
             + "\n"
-            + _HOW_TO_GO_ON.format(source=checkout.source)
+            + _how_to_go_on(checkout, "Resolve and `git add` them")
         ) from None
 
 
@@ -162,7 +162,8 @@ def _finish(checkout: Checkout, move: _Move) -> None:
         done = series.export(checkout)
     except ToolError as error:
         locks.write(checkout, lock)
-        raise ToolError(f"{error}\n{_MEND.format(source=checkout.source)}") from None
+        how = _how_to_go_on(checkout, "Mend and commit that")
+        raise ToolError(f"{error}\n{how}") from None
     _state(checkout).unlink()
     print(f"the series is on {move.new}, tree {done.tree}")
     print(patchset.summary(done.patches))

@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +82,34 @@ def test_a_full_disk_is_named_before_a_step_starts(fork, monkeypatch):
     assert not fork.runs("first").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_is_an_interruption(number):
+    program = (
+        "import signal, time\n"
+        "from tools.common import run_main\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # these tests may run under nohup
+        "run_main(lambda: (print('runs', flush=True), time.sleep(60)))\n"
+    )
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(
+        command, cwd=HERE.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline()
+    process.send_signal(number)
+    said = process.communicate(timeout=30)[1]
+    assert (process.returncode, said) == (1, b"interrupted\n")
+
+
+def test_an_environment_that_is_there_needs_no_space_for_another(fork, monkeypatch):
+    monkeypatch.setattr(build, "_SPACE", {"environment": 10**18})
+    with pytest.raises(ToolError, match="GiB of disk space"):
+        build._space(fork.checkout, "environment")
+    python = fork.checkout.venv / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    build._space(fork.checkout, "environment")
+
+
 @pytest.mark.parametrize(
     "printed, said",
     [
@@ -90,6 +119,8 @@ def test_a_full_disk_is_named_before_a_step_starts(fork, monkeypatch):
         ),
         ("Max retries exceeded with url: /simple/", "PIP_INDEX_URL and the proxy"),
         ("a\\nerror: upstream.lock: no sdist", "^upstream.lock: no sdist\nfull log"),
+        ("[Errno 28] No space left on device\\nerror: pip failed", "^the disk is full"),
+        ("No such version\\nerror: pip failed, see above", "^No such version\npip failed"),
         ("Cannot install a and b\\nResolutionImpossible", "failed:\n  Cannot install"),
     ],
 )

@@ -134,17 +134,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             write.error("--top-k must be at least 1")
         if args.tail_samples < 1:
             write.error("--tail-samples must be at least 1")
-        check_output(write, "--reference", args.reference)
+        perplexity.check_output(write, "--reference", args.reference)
     elif args.json:
-        check_output(compare, "--json", args.json)
+        perplexity.check_output(compare, "--json", args.json)
+    perplexity.check_engine(parser, args)
     return args
-
-
-def check_output(parser: argparse.ArgumentParser, name: str, path: Path) -> None:
-    if not path.parent.is_dir():
-        parser.error(f"{name}: there is no folder {path.parent}")
-    if path.is_dir():
-        parser.error(f"{name}: {path} is a folder")
 
 
 def run_write(args: argparse.Namespace) -> None:
@@ -188,7 +182,8 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def start_engine(args: argparse.Namespace, context: int, named: int) -> LLM:
-    return LLM(
+    return perplexity.new_engine(
+        "--context-length" if args.run is run_write else "--reference",
         **perplexity.engine_options(args),
         max_model_len=context,
         max_logprobs=named + 1,  # and the token that is there

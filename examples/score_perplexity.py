@@ -20,6 +20,7 @@ import json
 import math
 import statistics
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -27,9 +28,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
@@ -112,7 +115,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_windows(parser, args)
+    check_engine(parser, args)
+    for name, least in {"repeat": 1, "baseline_full_positions": 0}.items():
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if args.json:
+        check_output(parser, "--json", args.json)
     return args
+
+
+def check_output(parser: argparse.ArgumentParser, name: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        parser.error(f"{name}: there is no folder {path.parent}")
+    if path.is_dir():
+        parser.error(f"{name}: {path} is a folder")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +187,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         engine.add_argument(f"--{flag}", action="store_true", default=None)
 
 
+def check_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """A parser error where vLLM's own would not name the option."""
+    for name in ("tensor_parallel_size", "kv_cache_memory_bytes"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+
+
 def read_text(path: Path) -> str:
     """Reads a text as it is: line ends of any kind are scored."""
     try:
@@ -189,17 +213,27 @@ def read_texts(args: argparse.Namespace) -> list[str]:
         sys.path.insert(0, str(REFERENCE_MODEL))
         from corpus import read
 
-        return list(read(args.held_out, held_out=True).values())
+        try:
+            return list(read(args.held_out, held_out=True).values())
+        except (OSError, EOFError, tarfile.TarError) as error:
+            sys.exit(f"error: --held-out {args.held_out}: {error}")
     from datasets import load_dataset
 
-    rows = load_dataset(args.dataset, args.dataset_config, split=args.dataset_split)
+    try:
+        rows = load_dataset(args.dataset, args.dataset_config, split=args.dataset_split)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: --dataset {args.dataset}: {error}")
+    if args.text_column not in rows.column_names:
+        known = ", ".join(rows.column_names)
+        sys.exit(f"error: --text-column {args.text_column}: there are {known}")
     count = min(args.num_samples or len(rows), len(rows))
     return ["\n\n".join(rows.select(range(count))[args.text_column])]
 
 
 def start_engine(args: argparse.Namespace) -> LLM:
     """Starts vLLM with the given options, and its own defaults for the others."""
-    return LLM(
+    return new_engine(
+        "--context-length",
         **engine_options(args),
         # The other ways generate a token, for which vLLM wants room.
         max_model_len=args.context_length
@@ -208,6 +242,32 @@ def start_engine(args: argparse.Namespace) -> LLM:
         # No path could use it, as windows start at different tokens.
         enable_prefix_caching=False,
     )
+
+
+def new_engine(length: str, **options: Any) -> LLM:
+    """vLLM, or the program's end with what it does not accept.
+
+    Args:
+        length: the program's option that `max_model_len` comes from.
+    """
+    try:
+        return LLM(**options)
+    except ValidationError as error:  # of pydantic; what is told once is enough
+        found = error.errors()[0]
+        said = ": ".join(
+            [*(f"--{n}".replace("_", "-") for n in found["loc"]), found["msg"]]
+        )
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
+        said = str(error)
+    except RuntimeError as error:
+        if "initialization failed" not in str(error):  # in a process of its own
+            raise
+        said = str(error)
+    if "KV cache" in said or "cache blocks" in said:
+        said = f"--kv-cache-memory-bytes: {said}"
+    elif "max_model_len" in said:
+        said = f"{length}: {said}"
+    sys.exit(f"error: vLLM does not start with {options['model']}: {said}")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

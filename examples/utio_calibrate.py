@@ -46,6 +46,7 @@ import math
 import os
 import random
 import sys
+import tarfile
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
 from safetensors.torch import save
 from scipy.stats import spearmanr
 from torch import nn
@@ -298,7 +300,7 @@ def check_fit(args: argparse.Namespace, config) -> None:
 def load_model(model: str, dtype: str, device: str) -> nn.Module:
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         sys.exit(f"--model {model}: {error}")
     return loaded.to(device).eval()
 
@@ -323,14 +325,17 @@ def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[str]:
         sys.path.insert(0, str(EXAMPLES / "reference_model"))
         from corpus import read
 
-        return list(read(args.archive, held_out).values())
+        try:
+            return list(read(args.archive, held_out).values())
+        except (OSError, EOFError, tarfile.TarError) as error:
+            sys.exit(f"--archive {args.archive}: {error}")
     texts = []
     for path in args.text:
         if path.is_dir():
             texts += read_folder(path)
             continue
         try:
-            texts.append(path.read_text(encoding="utf-8"))
+            texts.append(path.read_bytes().decode("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             sys.exit(f"--text {path}: {error}")
     texts = [text for text in texts if text.strip()]
@@ -347,7 +352,7 @@ def read_folder(folder: Path) -> list[str]:
         if hidden or not path.is_file():
             continue
         try:
-            texts.append(path.read_text(encoding="utf-8"))
+            texts.append(path.read_bytes().decode("utf-8"))
         except UnicodeDecodeError:
             continue  # a picture or the like
         except OSError as error:

@@ -49,6 +49,7 @@ import utio_calibrate as calibrate
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from score_perplexity import new_engine
 from tqdm import tqdm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
@@ -222,7 +223,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--speed-rounds", type=int, default=5, help="timed pairs of calls; 0: none"
     )
     args = parser.parse_args(argv)
-    least = dict(sequences=1, prompt_length=1, forced_length=2, speed_tokens=2)
+    least = dict(
+        sequences=1,
+        prompt_length=1,
+        forced_length=2,
+        speed_tokens=2,
+        speed_rounds=0,
+        kv_cache_memory_bytes=1,
+    )
     for name, value in least.items():
         if getattr(args, name) < value:
             parser.error(f"--{name.replace('_', '-')} must be at least {value}")
@@ -243,9 +251,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--ways probe needs a --calibration")
     if not args.ways:
         args.ways = [RANDOM, TIS, *([PROBE] if args.calibration else []), ORACLE]
-    for path in (args.output, args.csv):
+    for name, path in {"--output": args.output, "--csv": args.csv}.items():
         if path and (path.is_dir() or not path.parent.is_dir()):
-            parser.error(f"{path}: not a file in an existing folder")
+            parser.error(f"{name} {path}: not a file in an existing folder")
+    if args.output:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = ["", *(f".{name}" for name in FigureCanvasBase.filetypes)]
+        if args.output.suffix.lower() not in known:
+            parser.error(f"--output {args.output}: no ending of {' '.join(known[1:])}")
     return args
 
 
@@ -310,25 +324,23 @@ class Sweep:
         options = {}
         if args.calibration:
             options["utio_calibration"] = str(args.calibration)
-        try:
-            llm = LLM(
-                args.model,
-                dtype=args.dtype,
-                enforce_eager=args.enforce_eager,
-                max_num_seqs=args.sequences,
-                max_model_len=self.windows.shape[1] + args.speed_tokens,
-                kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-                logits_processors=[ForcedTokens],
-                seed=0,
-                enable_utio=True,
-                utio_bucket_cutoffs=args.cutoffs,
-                utio_min_batch_size=1,
-                utio_gate=False,
-                utio_policy=f"{policy.__module__}.{policy.__qualname__}",
-                **options,
-            )
-        except ValueError as error:
-            sys.exit(f"--model {args.model}: {error}")
+        llm = new_engine(
+            "--prompt-length, --forced-length and --speed-tokens",
+            model=args.model,
+            dtype=args.dtype,
+            enforce_eager=args.enforce_eager,
+            max_num_seqs=args.sequences,
+            max_model_len=self.windows.shape[1] + args.speed_tokens,
+            kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            logits_processors=[ForcedTokens],
+            seed=0,
+            enable_utio=True,
+            utio_bucket_cutoffs=args.cutoffs,
+            utio_min_batch_size=1,
+            utio_gate=False,
+            utio_policy=f"{policy.__module__}.{policy.__qualname__}",
+            **options,
+        )
         self.engines.append(llm)
         cache = llm.llm_engine.vllm_config.cache_config
         # One block is never given to requests.
@@ -464,9 +476,14 @@ def read_windows(args: argparse.Namespace) -> np.ndarray:
     tokenizer = calibrate.load_tokenizer(args.model)
     texts = calibrate.read_texts(args, held_out=True)
     length = args.prompt_length + args.forced_length
-    rows = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     # First the beginnings of all texts, then what follows in each.
-    windows = [row[:length] for row in rows if len(row) >= length]
+    rows, windows = [], []
+    for text in texts:
+        rows.append(tokenizer(text, verbose=False)["input_ids"])
+        if len(rows[-1]) >= length:
+            windows.append(rows[-1][:length])
+        if len(windows) == args.sequences:
+            break
     for row in rows:
         starts = range(length, len(row) - length + 1, length)
         windows += [row[start : start + length] for start in starts]

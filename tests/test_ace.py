@@ -897,6 +897,9 @@ def command(url: str, samples: Path, output: Path, *options: str) -> list[str]:
         (["--samples=nowhere"], 1, "nowhere"),
         ([f"--output={__file__}"], 1, "--output"),
         (["--provider=vllm", "--chat-template=nowhere"], 1, "--chat-template"),
+        (["--provider=transformers", "--dtype=foo"], 1, "--dtype foo"),
+        (["--api-key=ключ"], 1, "--api-key"),
+        (["--timeout=inf"], 2, "--timeout"),
     ],
 )
 def test_errors_of_the_command(options, status, message, samples, tmp_path, capsys):
@@ -906,6 +909,12 @@ def test_errors_of_the_command(options, status, message, samples, tmp_path, caps
     assert error.value.code == status
     shown = " ".join("".join(capsys.readouterr()).split())
     assert message in shown and "Traceback" not in shown
+
+
+def test_a_bench_whose_figures_cannot_be_kept(capsys):
+    with pytest.raises(SystemExit):
+        program.main(["bench", "--output=/nowhere/figures.json"])
+    assert "--output: " in capsys.readouterr().err
 
 
 def test_wrong_model(server):

@@ -864,6 +864,8 @@ def test_started_models_keep_their_names(tmp_path, monkeypatch):
         (["--samples", "0"], "--samples: must be at least 1"),
         (["--stream", "--out", "somewhere"], "--stream"),
         (["--stream", "--samples", "2"], "--stream"),
+        (["--serve-args", "'"], "--serve-args: No closing quotation"),
+        (["--prompt", "a", "--prompts", "b"], "--prompts: not allowed with"),
     ],
 )
 def test_wrong_options(options, message, monkeypatch, capsys):
@@ -871,6 +873,27 @@ def test_wrong_options(options, message, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         program.main()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["sample", "--prompts", "/nowhere"], "--prompts /nowhere: No such file"),
+        (["sample", "--top-k", "300"], "error: Value error, top_k is 300"),
+        (["sample", "--out", str(EXAMPLES)], f"--out {EXAMPLES}: is a folder"),
+        (["compare", "--sizes", "20", "300"], "--sizes 300: "),
+        (["sample", "--model-a", "/nowhere"], "--model-a /nowhere: "),
+    ],
+)
+def test_no_server_is_started_for_wrong_options(options, message, monkeypatch):
+    def servers(*_):
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(program, "servers", servers)
+    monkeypatch.setattr(sys, "argv", ["dual_vllm", *options])
+    with pytest.raises(SystemExit) as error:
+        program.main()
+    assert message in str(error.value)
 
 
 def test_stop_token_ids_as_options(monkeypatch):

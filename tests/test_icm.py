@@ -536,6 +536,11 @@ def test_no_server(tmp_path, testbed, capsys):
     assert "Is `vllm serve` running?" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_key_that_no_header_takes(server):
+    with pytest.raises(ServerError, match="--api-key"):
+        Client(server.url, api_key="ключ")
+
+
 def test_wrong_model(server):
     with pytest.raises(ServerError, match=r"'other', but \['m'\]"):
         Client(server.url, "other")
@@ -734,6 +739,15 @@ def test_a_save_that_is_interrupted_leaves_the_last_one(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(state=2)
     assert checkpoint.load()["state"] == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"identity": 5}', "\x00"])
+def test_a_damaged_checkpoint_is_refused(server, testbed, tmp_path, content):
+    icm.run(settings(server, testbed, tmp_path, iterations=1))
+    (tmp_path / icm.Checkpoint.NAME).write_text(content)
+    with pytest.raises(icm.RunError, match="is no checkpoint of a run"):
+        icm.run(settings(server, testbed, tmp_path))
+    assert icm.run(settings(server, testbed, tmp_path, restart=True))["iterations"] == 16
 
 
 def test_two_runs_in_one_folder(server, testbed, tmp_path):

@@ -87,9 +87,19 @@ def test_calls_hold_all_windows_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--stride", "0"], ["--stride", "9"], ["--context-length", "1"]]
+    "wrong",
+    [
+        ["--stride", "0"],
+        ["--stride", "9"],
+        ["--context-length", "1"],
+        ["--repeat", "0"],
+        ["--baseline-full-positions", "-1"],
+        ["--kv-cache-memory-bytes", "-5"],
+        ["--tensor-parallel-size", "0"],
+        ["--json", "/nowhere/report.json"],
+    ],
 )
-def test_impossible_windows_are_refused(wrong, capsys):
+def test_impossible_options_are_refused(wrong, capsys):
     from score_perplexity import parse_args
 
     with pytest.raises(SystemExit):
@@ -121,6 +131,46 @@ def test_a_text_is_scored_as_it_is(tmp_path):
         read_texts(parse_args(["--text", str(tmp_path / "nowhere.txt")]))
     with pytest.raises(SystemExit, match="text.txt is not UTF-8"):
         read_texts(parse_args(["--text", str(path)]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--held-out", "/nowhere.tar.gz"],
+        ["--held-out", __file__],
+        ["--dataset", "/nowhere"],
+        ["--text-column", "passage"],
+        ["--dataset-split", "dev"],
+    ],
+)
+def test_texts_that_are_not_there_are_refused(wrong, tmp_path):
+    from score_perplexity import parse_args, read_texts
+
+    (tmp_path / "test.jsonl").write_text('{"text": "a"}\n')
+    given = [] if wrong[0] in ("--held-out", "--dataset") else ["--dataset", tmp_path]
+    args = parse_args([*map(str, given), *wrong])
+    with pytest.raises(SystemExit, match=wrong[1]):
+        read_texts(args)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--dtype", "int3"], "dtype"),
+        (["--quantization", "none-such"], "none-such"),
+        (["--gpu-memory-utilization", "7"], "--gpu-memory-utilization"),
+        (["--context-length", "1000000"], "--context-length"),
+        (["--kv-cache-memory-bytes", "1000"], "--kv-cache-memory-bytes"),
+    ],
+)
+def test_an_engine_that_does_not_start_says_why(wrong, said, monkeypatch):
+    from score_perplexity import parse_args, start_engine
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(SystemExit) as error:
+        start_engine(parse_args(["--text", "a", "--enforce-eager", *wrong]))
+    assert str(error.value).startswith("error: ") and said in str(error.value)
 
 
 def test_tokenizers_that_know_no_verbose():

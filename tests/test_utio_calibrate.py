@@ -503,9 +503,11 @@ def test_folders_give_their_utf8_files(tmp_path):
     (tmp_path / "a.txt").write_text("ä", encoding="utf-8")
     (tmp_path / "below" / "b").write_text("b")
     (tmp_path / "blank").write_text(" \n")
+    (tmp_path / "c.txt").write_bytes(b"1\r\n2\r")
     (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
     (tmp_path / ".hidden" / "c").write_text("c")
-    assert read_texts(options(text=[tmp_path])) == ["ä", "b"]
+    assert read_texts(options(text=[tmp_path])) == ["ä", "b", "1\r\n2\r"]
+    assert read_texts(options(text=[tmp_path / "c.txt"])) == ["1\r\n2\r"]
 
 
 def test_the_default_text_is_what_the_reference_model_was_trained_on(tmp_path):

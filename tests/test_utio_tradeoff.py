@@ -33,6 +33,11 @@ def swept(model_folder, tmp_path_factory):
             super().__init__(*args)
             made.append(self)
 
+        def speedup(self, llm, max_depth):
+            if not hasattr(self, "timed_steps"):
+                self.timed_steps = timed_steps(utio_tradeoff, self, llm)
+            return super().speedup(llm, max_depth)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utio_tradeoff, "Sweep", Kept)
         points = utio_tradeoff.main(
@@ -49,6 +54,21 @@ def swept(model_folder, tmp_path_factory):
             ]
         )
     return points, utio_tradeoff, folder, made[0]
+
+
+def timed_steps(module, sweep, llm, max_tokens=5) -> int:
+    """How many of the engine's steps a speed-up is made of."""
+    from vllm import SamplingParams
+
+    steps, engine = [], llm.llm_engine
+    step = engine.step
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(perf_counter=lambda: len(steps))
+        patch.setattr(module, "time", clock)
+        patch.setattr(engine, "step", lambda: steps.append(1) or step())
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sweep.generate(llm, [params] * len(sweep.windows))
+    return sweep.decoding
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +107,10 @@ def test_every_way_is_there(swept):
         wanted = np.dot(p.exits, p.leaving) + staying * NUM_LAYERS
         assert p.mean_depth * NUM_LAYERS == pytest.approx(wanted, abs=0.01)
         assert p.speedup > 0
+
+
+def test_only_decode_steps_are_timed(swept):
+    assert swept[3].timed_steps == 4
 
 
 @pytest.mark.parametrize("cutoff", CUTOFFS)
@@ -282,6 +306,11 @@ def test_a_gap_within_noise_has_no_share():
         (["--sequences", "100000"], "--sequences 100000: the text has"),
         (["--text", "/nowhere"], "/nowhere"),
         (["--output", "/nowhere/plot.png"], "/nowhere/plot.png"),
+        (["--output", "plot.foo"], "--output plot.foo"),
+        (["--csv", "/nowhere/points.csv"], "--csv /nowhere/points.csv"),
+        (["--speed-rounds", "-1"], "--speed-rounds must be at least 0"),
+        (["--calibration", "/nowhere", "--sequences", "6"], "utio_calibration '/nowhere'"),
+        (["--dtype", "int3", "--sequences", "6"], "--dtype"),
         (["--model", "/nowhere"], "--model /nowhere"),
     ],
 )

@@ -461,9 +461,20 @@ def test(checkout: Checkout, log: Log) -> None:
 
 def _has_room_for_two() -> bool:
     """Whether two sessions of the engine tests can run at once."""
+    return len(os.sched_getaffinity(0)) > 1 and _free_memory() > ROOM_FOR_TWO
+
+
+def _free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be had: the machine's, in a container at most its own."""
     found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-    available = int(found[1]) * 1024 if found else 0
-    return len(os.sched_getaffinity(0)) > 1 and available > ROOM_FOR_TWO
+    free = int(found[1]) * 1024 if found else 0
+    with contextlib.suppress(OSError, ValueError):  # no container; no limit: "max"
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = (group / "memory.stat").read_text()
+        cached = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)
+        free = min(free, limit - used + (int(cached[1]) if cached else 0))
+    return free
 
 
 # ---------------------------------------------------------------- command line

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError
+from safetensors import SafetensorError
 
 logger = logging.getLogger("ace")
 
@@ -249,7 +250,7 @@ class _VLLM:
         self.model = model
         try:
             self.llm = LLM(model=model, dtype=dtype, **engine)
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, SafetensorError) as error:
             raise ClientError(f"vLLM cannot load {model!r}: {error}") from error
         own = getattr(self.llm.get_tokenizer(), "chat_template", None)
         self.template = None if own else template
@@ -324,12 +325,15 @@ class _Transformers:
 
         self.model = model
         self.batch_size = batch_size
+        known = dtype == "auto" or isinstance(getattr(torch, dtype, None), torch.dtype)
+        if not known:
+            raise ClientError(f"--dtype {dtype}: torch has no such type")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
             self.network = AutoModelForCausalLM.from_pretrained(
                 model, dtype=getattr(torch, dtype, dtype)
             )
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, SafetensorError) as error:
             raise ClientError(f"transformers cannot load {model!r}: {error}") from error
         self.network.eval()
         if torch.cuda.is_available():
@@ -505,6 +509,8 @@ class _OpenAI:
                 f"--base-url is like http://localhost:8000/v1, not {base_url!r}: "
                 f"{error.errors()[0]['msg']}"
             ) from error
+        if not api_key.isascii():
+            raise ClientError("--api-key has other characters than ASCII")
         # A path, of another service, may be another one.
         self.url = base_url.strip().rstrip("/")
         if not urlsplit(self.url).path:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ace import prompts
@@ -144,7 +144,9 @@ class RunSettings(Common):
     restart: bool = Field(False, description="throw away the journal there")
     base_url: str = Field("http://localhost:8000/v1", description="of the server")
     api_key: SecretStr = Field(SecretStr("EMPTY"), description="for the server")
-    timeout: float = Field(600, gt=0, description="seconds for one answer")
+    timeout: float = Field(
+        600, gt=0, allow_inf_nan=False, description="seconds for one answer"
+    )
     patience: float = Field(600, ge=0, description="seconds to wait for a server")
     concurrency: int = Field(64, ge=1, description="requests under way at once")
 
@@ -196,3 +198,10 @@ class BenchSettings(Common):
         16, ge=0, description="also transformers with so many at once; 0: not"
     )
     output: Path | None = Field(None, description="JSON file for all figures")
+
+    @field_validator("output")
+    @classmethod
+    def _can_be_written(cls, path: Path | None) -> Path | None:
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{path} is not a file in an existing folder")
+        return path

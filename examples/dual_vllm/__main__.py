@@ -65,16 +65,35 @@ def main() -> None:
     args = parse_args()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
+        check(args)
         with addresses(args) as (url_a, url_b):
             args.run(args, settings(args, url_a=url_a, url_b=url_b))
     except (ServerError, LaunchError, JournalError, ValueError, OSError) as error:
         if isinstance(error, pydantic.ValidationError):
             error = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
+                ": ".join([*map(str, e["loc"]), e["msg"]]) for e in error.errors()
             )
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises what is wrong before two servers are started for it."""
+    config = settings(args, url_a="http://a", url_b="http://b")
+    if bool(args.url_a) != bool(args.url_b):
+        raise ValueError("give both --url-a and --url-b, or none of them")
+    if args.run is not run_bench:
+        args.texts = read_prompts(args)
+    if args.run is run_compare:
+        for size in args.sizes:
+            try:
+                compare.with_top_k(config, size)
+            except pydantic.ValidationError as error:
+                said = error.errors()[0]["msg"]
+                raise ValueError(f"--sizes {size}: {said}") from None
+    elif args.run is run_sample and args.out and args.out.is_dir():
+        raise ValueError(f"--out {args.out}: is a folder")
 
 
 def settings(args: argparse.Namespace, **addresses: str) -> CoordinatorConfig:
@@ -89,9 +108,6 @@ def settings(args: argparse.Namespace, **addresses: str) -> CoordinatorConfig:
 @contextmanager
 def addresses(args: argparse.Namespace) -> Iterator[list[str]]:
     """Those given, or those of servers that run for as long as the context."""
-    settings(args, url_a="http://a", url_b="http://b")  # wrong ones are told first
-    if bool(args.url_a) != bool(args.url_b):
-        raise ValueError("give both --url-a and --url-b, or none of them")
     if args.url_a:
         yield [args.url_a, args.url_b]
         return
@@ -107,7 +123,7 @@ def addresses(args: argparse.Namespace) -> Iterator[list[str]]:
     print(f"Starting two servers, logs in {logs}", file=sys.stderr)
     begin = time.monotonic()
     models = [args.model_a, args.model_b]
-    with servers(models, logs, [*shlex.split(args.serve_args), limit]) as started:
+    with servers(models, logs, [*args.serve_args, limit]) as started:
         seconds = time.monotonic() - begin
         print(f"Both answer after {seconds:.0f} s", file=sys.stderr)
         yield [server.url for server in started]
@@ -119,7 +135,7 @@ def whole_path(model: str) -> str:
 
 
 def run_sample(args: argparse.Namespace, config: CoordinatorConfig) -> None:
-    prompts = [p for p in read_prompts(args) for _ in range(args.samples)]
+    prompts = [p for p in args.texts for _ in range(args.samples)]
     if args.stream:
         asyncio.run(stream(config, prompts[0]))
         return
@@ -209,9 +225,7 @@ def run_compare(args: argparse.Namespace, config: CoordinatorConfig) -> None:
     if args.url_a and not args.model_b:
         raise ValueError("--model-b: with addresses, name the folders of both models")
     models = [args.model_a, args.model_b]
-    compare.show(
-        asyncio.run(compare.compare(config, models, read_prompts(args), args.sizes))
-    )
+    compare.show(asyncio.run(compare.compare(config, models, args.texts, args.sizes)))
 
 
 def run_bench(args: argparse.Namespace, config: CoordinatorConfig) -> None:
@@ -228,6 +242,8 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
         text = args.prompts.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts: {args.prompts} is no UTF-8: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--prompts {args.prompts}: {error.strerror}") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -270,7 +286,8 @@ def parse_args() -> argparse.Namespace:
         command.set_defaults(run=run)
         add_options(command)
         if name != "bench":
-            group = command.add_argument_group("prompts")
+            prompts = command.add_argument_group("prompts")
+            group = prompts.add_mutually_exclusive_group()
             group.add_argument("--prompt", action="append", help="a text; repeatable")
             group.add_argument(
                 "--prompts",
@@ -278,7 +295,7 @@ def parse_args() -> argparse.Namespace:
                 help="JSON lines with prompt (text) or prompt_token_ids",
             )
         if name == "sample":
-            group.add_argument(
+            prompts.add_argument(
                 "--samples", type=positive, default=1, help="of each prompt"
             )
             command.add_argument(
@@ -318,6 +335,13 @@ def positive(text: str) -> int:
     return number
 
 
+def words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("servers")
     group.add_argument("--url-a", help="address of a running server")
@@ -338,6 +362,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--serve-args",
+        type=words,
         default=SERVE_ARGS,
         help=f"of `vllm serve` (default: {SERVE_ARGS})",
     )

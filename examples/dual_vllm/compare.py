@@ -119,6 +119,11 @@ def top_k_alone(step: Step) -> Reference:
     return reference(log_softmax(logprobs, axis=-1))
 
 
+def with_top_k(config: CoordinatorConfig, size: int) -> CoordinatorConfig:
+    """The same but for its `top_k`, checked as any other."""
+    return CoordinatorConfig(**config.model_dump() | {"top_k": size})
+
+
 async def compare(
     config: CoordinatorConfig,
     models: Sequence[str],
@@ -129,8 +134,7 @@ async def compare(
     hugging_face = HuggingFace(*models)
     results = {}
     for size in sizes:
-        options = config.model_dump() | {"top_k": size}
-        async with DualVLLMCoordinator(CoordinatorConfig(**options)) as dual:
+        async with DualVLLMCoordinator(with_top_k(config, size)) as dual:
             steps: list[Step] = []
             outputs = await dual.generate_batch(
                 prompts, progress=True, on_steps=steps.extend

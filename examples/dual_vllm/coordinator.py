@@ -93,7 +93,7 @@ class CoordinatorConfig(BaseModel):
     patience: float = Field(600.0, gt=0)
     """Seconds for which a failing server is tried again. A restart of a small model
     takes a minute on a CPU, of a large one much more."""
-    timeout: float = Field(60.0, gt=0)
+    timeout: float = Field(60.0, gt=0, allow_inf_nan=False)
     """Seconds to wait for one answer, from the request to its last byte."""
     api_key: SecretStr = SecretStr("EMPTY")
     """Sent to both servers, as a bearer token."""
@@ -236,6 +236,8 @@ class DualVLLMCoordinator:
         try:
             return AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
+            if self.config.tokenizer:
+                raise ServerError(f"tokenizer {name!r}: {error}") from error
             raise ServerError(
                 f"no tokenizer at {name!r}, which is where server a has its model: "
                 "set tokenizer"

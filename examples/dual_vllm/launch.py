@@ -145,7 +145,10 @@ def first_layers(model: str | Path, layers: int, folder: Path) -> Path:
     Raises:
         LaunchError: its layers are elsewhere than a Llama's, or not more than that.
     """
-    whole = AutoModelForCausalLM.from_pretrained(model)
+    try:
+        whole = AutoModelForCausalLM.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"--model-a {model}: {error}") from error
     if len(getattr(getattr(whole, "model", None), "layers", ())) <= layers:
         raise LaunchError(
             f"--model-b: give one, since {model}, a {type(whole).__name__}, has not "

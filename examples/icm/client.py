@@ -85,6 +85,8 @@ class Client:
     ):
         self.url = base_url.rstrip("/")
         self._host, path = _parts(self.url)
+        if not api_key.isascii():
+            raise ServerError("--api-key has other characters than ASCII")
         self._api = "" if path.strip("/") else "/v1"  # of the paths in OpenAI's API
         if path.endswith("/v1"):
             # vLLM's other endpoints are beside it.

@@ -95,7 +95,10 @@ class Settings(BaseSettings):
         TOP_LOGPROBS, ge=1, description="asked of servers that do not score by name"
     )
     timeout: float = Field(
-        600, gt=0, description="seconds to wait for a server that sends nothing"
+        600,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds to wait for a server that sends nothing",
     )
     patience: float = Field(
         600, ge=0, description="seconds to try again while a server fails"
@@ -137,7 +140,7 @@ class Settings(BaseSettings):
             name = f"[red]{type(error).__name__}[/]:"
             console.print(name, escape(str(error)), highlight=False)
             checkpoint = self.output / Checkpoint.NAME
-            if checkpoint.exists() and not isinstance(error, RunError):
+            if checkpoint.exists() and isinstance(error, ServerError):
                 console.print(f"Nothing is lost: {self.output} has all iterations so "
                               f"far, and {self.same_command()} goes on.",
                               markup=False)  # fmt: skip
@@ -173,9 +176,15 @@ class Checkpoint:
     def load(self) -> dict | None:
         if not self.path.exists():
             return None
-        content = json.loads(self.path.read_text())
-        theirs = content["identity"]
-        differ = [n for n, value in self.identity.items() if theirs.get(n) != value]
+        try:
+            content = json.loads(self.path.read_text())
+            theirs = content["identity"]
+            differ = [n for n, value in self.identity.items() if theirs.get(n) != value]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{self.path} is no checkpoint of a run ({error}). Choose another "
+                "--output, or throw it away with --restart."
+            ) from error
         if differ:
             raise RunError(
                 f"{self.path} is of another run: it differs in {', '.join(differ)}. "

@@ -34,7 +34,8 @@ CHECKPOINT_EVERY = 100
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--archive", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--out", type=Path,
+                        help="default: a folder named as the recipe, in --work")  # fmt: skip
     parser.add_argument("--recipe", choices=["layerskip", "plain"], default="layerskip")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
@@ -224,6 +225,7 @@ def evaluate(model: LlamaForCausalLM, tokens: torch.Tensor) -> tuple[int, list[f
 
 def main() -> None:
     args = parse_args()
+    args.out = args.out or args.work / args.recipe
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer_dir, tokens_file = args.work / "tokenizer", args.work / "tokens.pt"
     if not tokens_file.exists():

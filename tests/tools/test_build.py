@@ -165,6 +165,17 @@ def test_every_part_of_the_tests_is_run_and_counted(
     assert len(failed) == (broken != "none")
 
 
+def test_a_container_has_no_more_memory_than_its_own(tmp_path):
+    machine = build._free_memory(tmp_path)
+    assert machine > 2**20
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\nkernel 3\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert build._free_memory(tmp_path) == 200_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert build._free_memory(tmp_path) > 2**20
+
+
 def test_two_builds_do_not_run_at_once(fork):
     with (
         build.alone(fork.checkout),

@@ -110,21 +110,45 @@ def test_each_range_of_batch_sizes_has_its_trial(llm, slow_last_layer):
     assert set(speedups(llm)) == {"2", "4"}
 
 
-def test_steps_with_ceilings_are_not_measured(llm):
-    """They would hide what it is for."""
-    request = Request([5, 6, 7], 1 + TRIAL, options=dict(max_depth=4))
-    serve(llm, [request])
-    assert request.output.outputs[0].mean_decode_depth == 2  # all are routed
-    assert not speedups(llm)
-    request = Request([5, 6, 7], 1 + TRIAL)
-    serve(llm, [request])
-    assert request.output.outputs[0].mean_decode_depth == pytest.approx(4)
-    assert speedups(llm)
+def test_steps_with_ceilings_are_measured_apart(llm):
+    """They hide part of what it is for."""
+    for ceiling in (None, 4):
+        request = Request([5, 6, 7], 1 + TRIAL, options=dict(max_depth=ceiling))
+        serve(llm, [request])
+        mean = (2 + (ceiling or NUM_LAYERS)) / 2  # a trial: every other step
+        assert request.output.outputs[0].mean_decode_depth == pytest.approx(mean)
+
+
+def test_a_server_that_is_always_full(llm, monkeypatch):
+    """Prefills in every step do not keep it from measuring."""
+    monkeypatch.setattr(AllLeave, "pause", PAUSE)
+    steps = 30
+    budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    before = counters(llm)
+    decodes = [Request(random_ids(n, VOCABULARY, 5), steps) for n in range(4)]
+    prompts = [Request(random_ids(90 + n, VOCABULARY, budget), 1) for n in range(steps)]
+    serve(llm, [*decodes, *prompts])
+    found = counters(llm) - before
+    assert found["fallback_steps", "gate_trial"] == TRIAL // 2
+    assert found["fallback_steps", "gate"] > 5
+    assert speedups(llm)["4"] < 0.9
+
+
+def test_exempt_requests_do_not_count(llm):
+    """Trials are of the tokens that may be routed."""
+    exempt = [
+        Request(
+            random_ids(n, VOCABULARY, 5), 1 + TRIAL, options=dict(max_depth=NUM_LAYERS)
+        )
+        for n in range(7)
+    ]
+    serve(llm, [*exempt, Request([5, 6, 7], 1 + TRIAL)])
+    assert list(speedups(llm)) == ["1"]
 
 
 def test_ceilings_hold_where_it_does_not_route(llm):
     gate = model_runner(llm).depth_router.gate
-    gate.decide = lambda num_decodes, measurable: "gate"
+    gate.decide = lambda num_decodes, num_tokens, ceilings: "gate"
     requests = [Request([5, 6, 7], 6, options=dict(max_depth=n)) for n in (2, 4, None)]
     serve(llm, requests)
     depths = [request.output.outputs[0].mean_decode_depth for request in requests]

@@ -222,7 +222,10 @@ def read_texts(args: argparse.Namespace) -> list[str]:
     try:
         rows = load_dataset(args.dataset, args.dataset_config, split=args.dataset_split)
     except (OSError, ValueError) as error:
-        sys.exit(f"error: --dataset {args.dataset}: {error}")
+        sys.exit(
+            f"error: --dataset {args.dataset}, --dataset-config {args.dataset_config}, "
+            f"--dataset-split {args.dataset_split}: {error}"
+        )
     if args.text_column not in rows.column_names:
         known = ", ".join(rows.column_names)
         sys.exit(f"error: --text-column {args.text_column}: there are {known}")
@@ -257,14 +260,16 @@ def new_engine(length: str, **options: Any) -> LLM:
         said = ": ".join(
             [*(f"--{n}".replace("_", "-") for n in found["loc"]), found["msg"]]
         )
-    except (OSError, TypeError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         said = str(error)
     except RuntimeError as error:
         if "initialization failed" not in str(error):  # in a process of its own
             raise
         said = str(error)
-    if "KV cache" in said or "cache blocks" in said:
-        said = f"--kv-cache-memory-bytes: {said}"
+    if "for the cache blocks" in said or "To serve at least one request" in said:
+        given = "kv_cache_memory_bytes" in options
+        name = "--kv-cache-memory-bytes" if given else "--gpu-memory-utilization"
+        said = f"{name}: {said}"
     elif "max_model_len" in said:
         said = f"{length}: {said}"
     sys.exit(f"error: vLLM does not start with {options['model']}: {said}")

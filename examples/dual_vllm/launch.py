@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REFERENCE_MODEL = Path(__file__).parents[1] / "reference_model" / "model"
@@ -147,7 +148,7 @@ def first_layers(model: str | Path, layers: int, folder: Path) -> Path:
     """
     try:
         whole = AutoModelForCausalLM.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise LaunchError(f"--model-a {model}: {error}") from error
     if len(getattr(getattr(whole, "model", None), "layers", ())) <= layers:
         raise LaunchError(

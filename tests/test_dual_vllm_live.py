@@ -424,7 +424,7 @@ def test_wrong_servers(servers, model_folder):
         draw(config(servers, url_b="localhost", patience=0.5))
     with pytest.raises(ServerError, match="does not serve 'gpt', but llama"):
         draw(config(servers, model_b="gpt"))
-    with pytest.raises(ServerError, match="no tokenizer at 'nowhere'"):
+    with pytest.raises(ServerError, match="tokenizer 'nowhere': "):
         draw(config(servers, tokenizer="nowhere"))
     with pytest.raises(ServerError, match="server a has another vocabulary"):
         draw(config(servers, tokenizer=str(model_folder("llama"))))

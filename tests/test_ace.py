@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/ace` without a model: the playbook, what is read of replies, the journal,
+"""`examples/applications/ace` without a model: the playbook, what is read of replies, the journal,
 and the client and the loop against a server that fails on purpose."""
 
 import hashlib
@@ -21,7 +21,7 @@ import pytest
 import runners
 from live_server import LoopbackServer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "applications"
 sys.path.insert(0, str(EXAMPLES))
 
 from ace import ClientError, Completion, LLMClient, Playbook, Sampling, ServerGone

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/ace` from end to end with the reference model: vLLM in this process, a live
+"""`examples/applications/ace` from end to end with the reference model: vLLM in this process, a live
 `vllm serve` on the loopback and transformers, all in float32. The server is killed and
 started again in the middle of a run.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import runners
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "applications"
 sys.path.insert(0, str(EXAMPLES))
 
 from ace import ClientError, LLMClient, Playbook, Sampling
@@ -252,7 +252,7 @@ def command(server, output: Path, *options: str) -> list[str]:
 
 
 class Command:
-    """`python examples/ace run` as a process."""
+    """`python examples/applications/ace run` as a process."""
 
     def __init__(self, server, output: Path, *options: str):
         self.output = output

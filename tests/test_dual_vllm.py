@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics, the draw and the journal of `examples/dual_vllm`, without a server.
+"""The mathematics, the draw and the journal of `examples/applications/dual_vllm`, without a server.
 
 The oracle knows the whole vocabulary, and finds alpha with a minimizer.
 """
@@ -27,7 +27,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, logsumexp, softmax
 from tokenizers import Tokenizer, decoders, models
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "applications"
 sys.path.insert(0, str(EXAMPLES))
 
 from dual_vllm import (

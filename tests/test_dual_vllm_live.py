@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/dual_vllm` with two live servers on the loopback: the reference model and
+"""`examples/applications/dual_vllm` with two live servers on the loopback: the reference model and
 its first eight layers. Between them and the coordinator is a proxy that can spoil
 answers; what it passes on is the servers' own.
 
@@ -25,7 +25,7 @@ import pytest
 import runners
 from aiohttp import ClientSession, web
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "applications"
 sys.path.insert(0, str(EXAMPLES))
 
 from dual_vllm import (
@@ -451,7 +451,7 @@ def test_another_vocabulary(servers, proxy, monkeypatch):
 
 
 class Command:
-    """`python examples/dual_vllm sample` as a process."""
+    """`python examples/applications/dual_vllm sample` as a process."""
 
     def __init__(self, servers, out: Path, log: Path, *options: str):
         prompts = out.with_suffix(".prompts")

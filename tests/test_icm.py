@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/icm` without a model: the search against brute force, the client and the
+"""`examples/applications/icm` without a model: the search against brute force, the client and the
 checkpoint against a server that fails on purpose, the testbeds, the configurations."""
 
 import hashlib
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from live_server import LoopbackServer
 
-FOLDER = Path(__file__).parents[1] / "examples" / "icm"
+FOLDER = Path(__file__).parents[1] / "examples" / "applications" / "icm"
 sys.path.insert(0, str(FOLDER))
 
 import icm

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/icm` from end to end against a live server of the reference model, which
+"""`examples/applications/icm` from end to end against a live server of the reference model, which
 is killed and started again in the middle of a run."""
 
 import json
@@ -20,7 +20,7 @@ import pytest
 import runners
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "icm"
+FOLDER = ROOT / "examples" / "applications" / "icm"
 sys.path.insert(0, str(FOLDER))
 
 import icm

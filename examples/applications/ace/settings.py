@@ -28,7 +28,7 @@ class Common(BaseSettings):
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
-        cli_prog_name="python examples/ace",
+        cli_prog_name="python examples/applications/ace",
         extra="forbid",
     )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A playbook that a model writes for itself: `python examples/ace run --help`.
+"""A playbook that a model writes for itself: `python examples/applications/ace run --help`.
 
-python examples/ace run      improve a playbook over local samples
-python examples/ace bench    transformers and vLLM on the same prompts
+python examples/applications/ace run      improve a playbook over local samples
+python examples/applications/ace bench    transformers and vLLM on the same prompts
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample from between two models: `python examples/dual_vllm sample --help`.
+"""Sample from between two models: `python examples/applications/dual_vllm sample --help`.
 
 Without addresses, a vLLM server is started for each of the two models and ended
 afterwards; by default for the reference model and its first eight layers.
@@ -35,7 +35,7 @@ from dual_vllm.journal import Journal, JournalError
 from dual_vllm.launch import REFERENCE_MODEL, LaunchError, first_layers, servers
 from dual_vllm.server import ServerError
 
-WORK = Path(__file__).resolve().parents[2] / "build" / "dual_vllm"
+WORK = Path(__file__).resolve().parents[3] / "build" / "dual_vllm"
 SERVE_ARGS = (
     "--dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes 268435456"
 )
@@ -274,7 +274,7 @@ def read_prompt(row: object) -> str | list[int]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python examples/dual_vllm", description=__doc__
+        prog="python examples/applications/dual_vllm", description=__doc__
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, text in (

@@ -25,7 +25,7 @@ Provider = Literal["vllm", "openai", "transformers"]
 Conversation = list[dict[str, str]]
 """Messages with `role` and `content`."""
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 REFERENCE_MODEL = ROOT / "examples" / "reference_model" / "model"
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MALFORMED_ATTEMPTS = 5

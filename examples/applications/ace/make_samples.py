@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes samples.json: is a name in vLLM's source annotated as int or as str?
 
-    python examples/ace/make_samples.py
+    python examples/applications/ace/make_samples.py
 
-The names and the truth are those of the shipped testbed of examples/icm, which are the
+The names and the truth are those of the shipped testbed of examples/applications/icm, which are the
 annotations in the source. As many of either type; 50 to learn from, 30 to validate.
 """
 

@@ -2,8 +2,8 @@
 """Labels a pool of examples without any true label, by Internal Coherence
 Maximization (search.py), with the model that a server serves.
 
-    .venv/bin/vllm serve --config examples/icm/configs/reference.yaml
-    .venv/bin/python examples/icm/icm.py --testbed vllm-types
+    .venv/bin/vllm serve --config examples/applications/icm/configs/reference.yaml
+    .venv/bin/python examples/applications/icm/icm.py --testbed vllm-types
 
 Stop it with Ctrl-C at any time; the same command goes on where it stopped.
 """
@@ -114,7 +114,7 @@ class Settings(BaseSettings):
     fix_rounds: int = Field(10, ge=0, description="of a consistency fix, at most")
     seed: int = Field(0, description="of all random choices")
     output: Path = Field(
-        Path(__file__).parents[2] / "build" / "icm",
+        Path(__file__).parents[3] / "build" / "icm",
         description="folder of checkpoint and report",
     )
     restart: bool = Field(

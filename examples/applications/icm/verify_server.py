@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a server has what icm.py needs, and says what to do where it has not.
 
-    .venv/bin/python examples/icm/verify_server.py --base-url http://localhost:8000
+    .venv/bin/python examples/applications/icm/verify_server.py --base-url http://localhost:8000
 """
 
 import argparse
@@ -45,7 +45,7 @@ def named_scores(client: Client) -> str:
         raise Failure(
             "the server does not know target_token_ids. icm.py works with the top "
             "log-probabilities, less exactly and without a common call; serve the "
-            "model with this fork: .venv/bin/vllm serve --config examples/icm/configs/..."
+            "model with this fork: .venv/bin/vllm serve --config examples/applications/icm/configs/..."
         )
     (prompt,) = client.encode(["import numpy as"], begin=True)
     top = client.top_ids(prompt)
@@ -111,7 +111,7 @@ def main() -> None:
     except ServerError as error:
         sys.exit(
             f"✗ server: {error}\n"
-            "  Start one: .venv/bin/vllm serve --config examples/icm/configs/reference.yaml"
+            "  Start one: .venv/bin/vllm serve --config examples/applications/icm/configs/reference.yaml"
         )
     print(f"✓ server: {client.url} serves {client.model}")
     if client.max_model_len:

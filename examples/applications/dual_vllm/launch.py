@@ -18,7 +18,7 @@ import httpx
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-REFERENCE_MODEL = Path(__file__).parents[1] / "reference_model" / "model"
+REFERENCE_MODEL = Path(__file__).parents[2] / "reference_model" / "model"
 START_SECONDS = 900
 
 

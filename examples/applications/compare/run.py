@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the engines of a comparison, one after the other, and reads their results."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from compare.figures import summarize
+from compare.plan import NOISE, Model, Plan
+from compare.store import Scores, Store, model_fingerprint, size_on_disk
+
+FLOOR = "noise-floor"  # name of its model
+OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float16", "float16": "bfloat16"}
+LOG_TAIL = 2000  # characters of a log that are shown of an engine that died
+
+
+class EngineError(Exception):
+    """An engine did not do its work; the message says why."""
+
+
+def run(plan: Plan, store: Store, lock: int) -> list[dict[str, str]]:
+    """Scores all that is missing.
+
+    Returns:
+        Name and error of each model that failed; without a reference there are none.
+
+    Raises:
+        EngineError: the reference failed.
+    """
+    models = [*plan.candidates]
+    scores = {model.label: store.open_model(model) for model in models}
+    failed = []
+    with new_progress() as progress:
+        bar = Bars(progress, store, models, plan.noise_floor)
+        text = store.text
+        if not (store.reference.described and text
+                and store.reference.count() == text["calls"]):  # fmt: skip
+            bar.begin(plan.reference.label, store.reference)
+            start_worker(plan, store, None, plan.reference.label, lock, bar)
+        if plan.noise_floor:
+            floor = floor_model(plan, store)
+            scores[floor.label] = store.open_model(floor)
+            models.insert(0, floor)
+        for model in models:
+            if scores[model.label].count() < store.text["calls"]:
+                bar.begin(model.label, scores[model.label])
+                try:
+                    start_worker(plan, store, model, model.label, lock, bar)
+                except EngineError as error:
+                    failed.append({"model": model.label, "error": str(error)})
+                    progress.console.print(f"[red]{model.label} failed[/]: {error}")
+                    continue
+            store.add_result(result_of(plan, store, model))
+    return failed
+
+
+def floor_model(plan: Plan, store: Store) -> Model:
+    """The reference in another dtype, to be scored in other batches."""
+    dtype = plan.noise_dtype or OTHER_DTYPE[store.reference.described["dtype"]]
+    return plan.reference.model_copy(update={"name": FLOOR, "dtype": dtype})
+
+
+def start_worker(
+    plan: Plan, store: Store, model: Model | None, name: str, lock: int, bar: "Bars"
+) -> None:
+    """Has a process of its own score a model, and follows what it tells."""
+    job = {
+        "plan": plan.model_dump(mode="json"),
+        "folder": str(store.folder),
+        "model": model and model.model_dump(mode="json"),
+        "backwards": name == FLOOR,
+    }
+    reading, writing = os.pipe()
+    command = [sys.executable, str(Path(__file__).parent), "worker", str(writing)]
+    said = None
+    with store.log(name).open("w") as log, os.fdopen(reading) as pipe:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
+            pass_fds=[writing, lock],
+        )  # fmt: skip
+        os.close(writing)
+        try:
+            process.stdin.write(json.dumps(job))
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it died at once; its exit status says so
+        for line in pipe:
+            event = json.loads(line)
+            said = event.get("error", said)
+            bar.follow(event)
+        code = process.wait()
+    if code:
+        raise EngineError(said or f"{died(code)}: {tail(store.log(name))}")
+
+
+def died(code: int) -> str:
+    if code == -9:
+        return "its process was killed, perhaps for memory"
+    return f"its process ended with status {code}"
+
+
+def tail(path: Path) -> str:
+    """The end of a log, and where it is."""
+    return f"{path}\n{path.read_text(errors='replace')[-LOG_TAIL:]}"
+
+
+def new_progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("positions"), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(), console=Console(stderr=True),
+    )  # fmt: skip
+
+
+class Bars:
+    """A bar for the engine at work and one for all of them."""
+
+    def __init__(
+        self, progress: Progress, store: Store, models: list[Model], floor: bool
+    ):
+        self._progress = progress
+        self._store = store
+        self._engines = 1 + len(models) + floor
+        self._all = progress.add_task("all", total=None)
+        self._one = progress.add_task("", total=None)
+        self._done = 0
+
+    def begin(self, name: str, scores: Scores) -> None:
+        self._progress.reset(self._one, description=name, total=self._positions())
+        there = scores.count()
+        if there and (text := self._store.text):
+            self._progress.update(
+                self._one, completed=text["positions"] * there // text["calls"]
+            )
+
+    def _positions(self) -> int | None:
+        return self._store.text and self._store.text["positions"]
+
+    def follow(self, event: dict[str, Any]) -> None:
+        if total := event.get("total"):
+            self._progress.update(self._one, total=total)
+            self._progress.update(self._all, total=total * self._engines)
+        if scored := event.get("scored"):
+            self._progress.advance(self._one, scored)
+            self._progress.advance(self._all, scored)
+        self._progress.refresh()
+
+
+def result_of(plan: Plan, store: Store, model: Model) -> dict[str, Any]:
+    """All that is said of a model: the same for the same files."""
+    scores = store.scores(model.label)
+    positions, seconds, fewer = scores.load_positions()
+    return without_nan({
+        "model": NOISE if model.label == FLOOR else model.label,
+        "path": model.path,
+        **{k: scores.described[k] for k in ("dtype", "quantization", "vllm")},
+        "size_on_disk": size_on_disk(model),
+        "fingerprint": model_fingerprint(model),
+        "figures": summarize(positions, store.text["bytes"])
+        | {"kl_lower_bound_of_fewer_candidates": fewer},
+        "seconds": seconds,
+        "tokens_per_second": len(positions.kl) / seconds,
+    })  # fmt: skip
+
+
+def without_nan(value: Any) -> Any:
+    """With None, which JSON knows, for what is not a number."""
+    if isinstance(value, dict):
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

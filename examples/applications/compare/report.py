@@ -1,4 +1,70 @@
-def write_report(plan, store, failed):
-    from compare.run import result_of
-    for m in plan.candidates:
-        print(result_of(plan, store, m)["figures"]["kl"]["estimate"])
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what was found: JSON, a terminal table, a page for a model card, plots."""
+
+from typing import Any
+
+from compare.files import write_json
+from compare.page import write_page
+from compare.plan import NOISE, Plan
+from compare.plots import draw
+from compare.run import FLOOR, floor_model, result_of
+from compare.store import Store, size_on_disk
+from compare.tables import show
+
+
+def write_report(plan: Plan, store: Store, failed: list[dict[str, str]]) -> None:
+    """Reports the models whose scores are complete."""
+    report = make_report(plan, store, failed)
+    write_json(store.folder / "report.json", report)
+    models = with_floor(report)
+    plots = draw(report, models, store.folder) if models else []
+    write_page(report, models, store.folder / "report.md", plots)
+    show(report, models)
+    print(f"\n{store.folder}/report.md, report.json, results.jsonl, *.png, *.svg")
+
+
+def with_floor(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The noise floor, if there is one, and the models."""
+    return [*filter(None, [report["noise_floor"]]), *report["models"]]
+
+
+def make_report(
+    plan: Plan, store: Store, failed: list[dict[str, str]]
+) -> dict[str, Any]:
+    total = store.text["calls"]
+    models = [*plan.candidates]
+    if plan.noise_floor:
+        models.insert(0, floor_model(plan, store))
+    done = [model for model in models if store.scores(model.label).count() == total]
+    results = [result_of(plan, store, model) for model in done]
+    floor = results.pop(0) if done and done[0].label == FLOOR else None
+    return {
+        "format": "compare-1",
+        "plan": plan.model_dump(mode="json"),
+        "reference": describe_reference(plan, store),
+        "text": store.text,
+        "noise_floor": floor,
+        "models": results,
+        "failed": failed,
+    }
+
+
+def describe_reference(plan: Plan, store: Store) -> dict[str, Any]:
+    """What it is, and its files' size beside that of all logits."""
+    described = store.reference.described
+    files = store.reference.folder.glob("[0-9]*.safetensors")
+    seconds = store.reference.seconds()
+    logits = store.text["positions"] * int(described["vocabulary"])
+    return {
+        "model": plan.reference.label,
+        "path": plan.reference.path,
+        **{k: described[k] for k in ("dtype", "quantization", "vllm", "vocabulary")},
+        "size_on_disk": size_on_disk(plan.reference),
+        "seconds": seconds,
+        "tokens_per_second": store.text["positions"] / seconds,
+        "bytes": sum(path.stat().st_size for path in files),
+        "bytes_of_all_logits_in_float16": 2 * logits,
+    }
+
+
+__all__ = ["NOISE", "write_report"]

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures as rows of text, for the terminal and for Markdown alike."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Figures = dict[str, Any]
+WITHIN_NOISE = "≈"
+"""Stands after a figure that is no further from none than the noise floor's."""
+
+
+class Column(NamedTuple):
+    """A figure: its heading, its text, and its size for the comparison with noise."""
+
+    heading: str
+    text: Callable[[Figures], str]
+    loss: Callable[[Figures], float] | None = None
+
+
+def with_error(value: dict[str, float], form: str = ".4g") -> str:
+    error = value["standard_error"]
+    return f"{value['mean']:{form}}" + (f" ±{error:.2g}" if error is not None else "")
+
+
+def percent(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}%}"
+
+
+def interval(value: dict[str, float]) -> str:
+    if value["low"] is None:
+        return f"{value['value']:.4f}"
+    return f"{value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})"
+
+
+def share(value: dict[str, float]) -> str:
+    error = value["standard_error"]
+    return percent(value["mean"]) + (f" ±{percent(error)}" if error is not None else "")
+
+
+PERPLEXITY = [
+    Column("perplexity (95 %)", lambda f: interval(f["perplexity"])),
+    Column("ratio to the reference, paired (95 %)",
+           lambda f: interval(f["perplexity_ratio"]),
+           lambda f: abs(f["log_perplexity_ratio"]["mean"])),
+    Column("correlation", lambda f: f"{f['correlation']:.4%}",
+           lambda f: 1 - f["correlation"]),
+    Column("bits/byte", lambda f: f"{f['bits_per_byte']:.4f}" if f["bits_per_byte"] else ""),
+]  # fmt: skip
+DIVERGENCE = [
+    Column("KL, nats", lambda f: with_error(f["kl"]["estimate"]),
+           lambda f: f["kl"]["estimate"]["mean"]),
+    Column("KL at least", lambda f: with_error(f["kl"]["lower_bound"]),
+           lambda f: f["kl"]["lower_bound"]["mean"]),
+    Column("median", lambda f: kl_percentile(f, "p50"), lambda f: kl_of(f, "p50")),
+    Column("99 %", lambda f: kl_percentile(f, "p99"), lambda f: kl_of(f, "p99")),
+    Column("99.9 %", lambda f: kl_percentile(f, "p99.9"), lambda f: kl_of(f, "p99.9")),
+    Column("max", lambda f: kl_percentile(f, "max"), lambda f: kl_of(f, "max")),
+]  # fmt: skip
+CHOICES = [
+    Column("same top token", lambda f: share(f["top_1_agreement"]),
+           lambda f: 1 - f["top_1_agreement"]["mean"]),
+    Column("flips", lambda f: share(f["flips"]), lambda f: f["flips"]["mean"]),
+    Column("right to wrong", lambda f: percent(f["flips"]["right_to_wrong"]),
+           lambda f: f["flips"]["right_to_wrong"]),
+    Column("Δp mean", lambda f: f"{f['delta_p']['mean']:+.3%}",
+           lambda f: abs(f["delta_p"]["mean"])),
+    Column("Δp RMS", lambda f: f"{f['delta_p']['rms']['value']:.3%} "
+           f"±{f['delta_p']['rms']['standard_error']:.2%}",
+           lambda f: f["delta_p"]["rms"]["value"]),
+    Column("Δp 1 %", lambda f: f"{f['delta_p']['percentiles']['p1']:+.2%}",
+           lambda f: abs(f["delta_p"]["percentiles"]["p1"])),
+    Column("Δp 99 %", lambda f: f"{f['delta_p']['percentiles']['p99']:+.2%}",
+           lambda f: abs(f["delta_p"]["percentiles"]["p99"])),
+]  # fmt: skip
+SECTIONS = {
+    "Perplexity": PERPLEXITY,
+    "KL(reference || model)": DIVERGENCE,
+    "Choices, and the right token's probability": CHOICES,
+}
+"""One table each."""
+
+
+def kl_of(figures: Figures, name: str) -> float:
+    return figures["kl"]["lower_bound_percentiles"][name]
+
+
+def kl_percentile(figures: Figures, name: str) -> str:
+    return f"{kl_of(figures, name):.3g}"
+
+
+def cell(column: Column, figures: Figures, floor: Figures | None) -> str:
+    """The figure's text, marked if the noise floor's is as large."""
+    text = column.text(figures)
+    if floor is None or figures is floor or column.loss is None:
+        return text
+    within = column.loss(figures) <= column.loss(floor)
+    return f"{text} {WITHIN_NOISE}" if within else text
+
+
+def mebibytes(size: int | None) -> str:
+    return f"{size / 2**20:,.1f}" if size else ""
+
+
+def rows(
+    columns: list[Column], models: list[dict[str, Any]], floor: Figures | None
+) -> list[list[str]]:
+    """A row of texts a model, the noise floor's first."""
+    return [
+        [model["model"], *(cell(column, model["figures"], floor) for column in columns)]
+        for model in models
+    ]
+
+
+def scored(models: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with figures: not all positions were non-finite."""
+    return [model for model in models if "kl" in model["figures"]]
+
+
+def floor_of(report: dict[str, Any]) -> Figures | None:
+    floor = report["noise_floor"]
+    return floor["figures"] if floor and "kl" in floor["figures"] else None
+
+
+def cost_rows(report: dict[str, Any], models: list[dict[str, Any]]) -> list[list[str]]:
+    """What each model is and takes, the reference first."""
+    reference = report["reference"]
+    whole = reference["size_on_disk"]
+    result = []
+    for model in [reference, *models]:
+        size = model["size_on_disk"]
+        result.append([
+            model["model"], model["dtype"],
+            model["quantization"] if model["quantization"] != "None" else "",
+            mebibytes(size), f"{size / whole:.1%}" if size and whole else "",
+            f"{model['tokens_per_second']:,.0f}",
+            str(model.get("figures", {}).get("non_finite", "")),
+        ])  # fmt: skip
+    return result
+
+
+COST = [
+    "model", "dtype", "quantization", "MiB on disk", "of the reference",
+    "scored tokens/s", "rows not finite",
+]  # fmt: skip
+
+
+def by_confidence(
+    models: list[dict[str, Any]], column: Column, floor: Figures | None
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of one figure in each bucket of the reference's confidence."""
+    buckets = models[0]["figures"]["by_confidence"]
+    headings = [f"{b['from']:g} to {b['to']:g} ({b['share']:.0%})" for b in buckets]
+    found = {b["from"]: b for b in floor["by_confidence"]} if floor else {}
+    result = []
+    for model in models:
+        there = {b["from"]: b for b in model["figures"]["by_confidence"]}
+        texts = [
+            cell(column, there[b["from"]],
+                 found.get(b["from"]) if model["figures"] is not floor else None)
+            if b["from"] in there else ""
+            for b in buckets
+        ]  # fmt: skip
+        result.append([model["model"], *texts])
+    return headings, result
+
+
+CONFIDENCE_COLUMNS = {
+    "KL, nats": DIVERGENCE[0],
+    "Ratio of perplexities": Column(
+        "ratio", lambda f: f"{f['perplexity_ratio']['value']:.4f}",
+        lambda f: abs(1 - f["perplexity_ratio"]["value"])),
+    "Same top token": Column(
+        "agreement", lambda f: percent(f["top_1_agreement"]["mean"]), CHOICES[0].loss),
+    "Flips": Column("flips", lambda f: percent(f["flips"]["mean"]), CHOICES[1].loss),
+    "Δp mean": CHOICES[3],
+    "Δp RMS": Column("Δp RMS", lambda f: f"{f['delta_p']['rms']['value']:.3%}", CHOICES[4].loss),
+}  # fmt: skip
+
+
+def show(report: dict[str, Any], models: list[dict[str, Any]]) -> None:
+    """Prints the tables."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(heading(report))
+    good, floor = scored(models), floor_of(report)
+    console.print(new_table("Models", COST, cost_rows(report, models)))
+    for title, columns in SECTIONS.items():
+        names = ["model", *(column.heading for column in columns)]
+        console.print(new_table(title, names, rows(columns, good, floor)))
+    for title in ("KL, nats", "Same top token"):
+        if good:
+            names, texts = by_confidence(good, CONFIDENCE_COLUMNS[title], floor)
+            console.print(
+                new_table(f"{title}, by the reference's confidence", ["model", *names], texts)
+            )
+    if floor:
+        console.print(f"{WITHIN_NOISE} no more than the noise floor")
+    for row in report["failed"]:
+        console.print(f"[red]{row['model']} failed[/]: {row['error']}")
+
+
+def heading(report: dict[str, Any]) -> str:
+    reference, text = report["reference"], report["text"]
+    whole = reference["bytes_of_all_logits_in_float16"]
+    return (
+        f"{text['positions']:,} positions, {text['windows']:,} windows of up to "
+        f"{report['plan']['context_length']} tokens; reference {reference['model']} "
+        f"({reference['dtype']}), kept in {reference['bytes']:,} bytes "
+        f"(all logits in float16: {whole:,}, {whole / reference['bytes']:.3g} times)"
+    )
+
+
+def new_table(title: str, headings: list[str], texts: list[list[str]]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for number, name in enumerate(headings):
+        table.add_column(name, justify="right" if number else "left")
+    for row in texts:
+        table.add_row(*row)
+    return table

@@ -47,6 +47,11 @@ def tree(checkout: Checkout, release: str) -> str:
     return hermetic_git(checkout.bases).rev_parse(f"{branch(release)}^{{tree}}")
 
 
+def commit(checkout: Checkout, release: str) -> str:
+    """Commit of an imported release."""
+    return hermetic_git(checkout.bases).rev_parse(branch(release))
+
+
 def _repository(checkout: Checkout) -> git.Git:
     checkout.bases.parent.mkdir(parents=True, exist_ok=True)
     repository = hermetic_git(checkout.bases.parent)

@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``build.sh`` does, step by step. Standard library only.
 
-Each step is one command in the environment's own Python. Its output goes to a log;
-a stamp holds the hash of what it depended on, so that a step is done once.
+Each step is one command in the environment's own Python.
 """
 
 import argparse
-import contextlib
-import datetime
-import fcntl
-import functools
 import os
-import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from tools import fetch, lock as locks, stamp
-from tools.common import HERE, PYTEST_OPTIONS, Checkout, ToolError, run_main
-
-ROOM_FOR_TWO = 16 * 2**30
-"""Bytes of memory for two sessions of the engine tests at once, seen to take 14 GiB."""
+from tools.common import HERE, Checkout, ToolError, clean_environment, run_main
+from tools.processes import Log
+from tools.steps import Step, alone, run_steps, works
+from tools.test import PARTS, test
 
 # The project's main job on real input, and what to do after it.
 DEMO = [
@@ -48,131 +34,8 @@ What to try next:
       --model examples/reference_model/model --text README.md --enforce-eager
   ./build.sh test"""
 
-_GIB = 2**30
-# Measured: environment 3.7 (6.4 with torch for CUDA), archives and trees 0.6, while a wheel is built 1.3 GiB.
-_SPACE = {"environment": 6 * _GIB, "wheel": 3 * _GIB // 2}
-_SUMMARY = re.compile(
-    r"=* ?((?:\d+ (?:subtests )?(?:passed|failed|errors?|skipped|deselected|xfailed|"
-    r"xpassed|warnings?)(?:, )?)+ in [\d.]+s.*?|no tests ran in [\d.]+s) ?=*$"
-)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One stamped command.
-
-    Attributes:
-        name: of the stamp.
-        title: what the person reads.
-        key: digest of the inputs.
-        present: whether what the step makes is still there.
-        commands: run one after the other.
-    """
-
-    name: str
-    title: str
-    key: Callable[[], str]
-    present: Callable[[], bool]
-    commands: list[list[str]]
-
-
-class Log:
-    """The full log of one call of ``build.sh``."""
-
-    def __init__(self, checkout: Checkout, verb: str) -> None:
-        folder = checkout.build / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        self.path = folder / f"{moment}-{verb}.log"
-        self.stream = self.path.open("w", buffering=1)
-        for old in sorted(folder.glob("*.log"))[:-20]:
-            old.unlink()
-
-    def run(
-        self,
-        command: list[str],
-        cwd: Path,
-        environment: dict[str, str],
-        show: Callable[[str], None] = lambda line: None,
-    ) -> tuple[int, list[str]]:
-        """Run a command; every line goes to the log and to ``show``.
-
-        Returns:
-            the exit status and the lines.
-        """
-        process = _start(command, cwd, environment, subprocess.PIPE)
-        assert process.stdout is not None
-        return self._follow(process, process.stdout, show)
-
-    @contextlib.contextmanager
-    def beside(
-        self, command: list[str], cwd: Path, environment: dict[str, str]
-    ) -> Iterator[Callable[..., tuple[int, list[str]]]]:
-        """Run a command while the body does something else.
-
-        Yields:
-            what waits for the command; takes ``show`` and returns as ``run`` does.
-        """
-        with tempfile.TemporaryFile("w+", errors="replace") as output:
-            process = _start(command, cwd, environment, output)
-
-            def wait(show: Callable[[str], None]) -> tuple[int, list[str]]:
-                process.wait()
-                output.seek(0)
-                return self._follow(process, output, show)
-
-            try:
-                yield wait
-            finally:
-                if process.poll() is None:
-                    _end(process)
-
-    def _follow(
-        self,
-        process: subprocess.Popen[str],
-        output: IO[str],
-        show: Callable[[str], None],
-    ) -> tuple[int, list[str]]:
-        self.stream.write(f"\n$ {' '.join(map(str, process.args))}\n")
-        lines = []
-        try:
-            for line in output:
-                self.stream.write(line)
-                lines.append(line.rstrip("\n"))
-                show(line)
-            return process.wait(), lines
-        except BaseException:
-            _end(process)
-            raise
-
-
-def _start(
-    command: list[str], cwd: Path, environment: dict[str, str], output: int | IO[str]
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a command and what it started; it gets time to clean up."""
-    # A shell starts background jobs with SIGINT ignored, and so are their children.
-    for number, seconds in ((signal.SIGINT, 5), (signal.SIGTERM, 30)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=seconds)
-            return
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+# What decides a wheel's bytes, beside the patches.
+_WHEEL_TOOLS = ("wheel.py", "backend.py", "stacks.py", "bases.py", "hermetic.py")
 
 
 # ---------------------------------------------------------------- the steps
@@ -210,11 +73,10 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
     """The steps to an installed wheel, in order."""
     root, python = checkout.root, _python(checkout)
     pins = root / "requirements" / "cpu.lock"
-    tools = sorted((root / "tools").glob("*.py"))
     # A moved environment does not work, hence its path.
     environment_key = stamp.key(sys.version, str(checkout.venv), pins)
     venv = [[sys.executable, "-m", "venv", "--clear", str(checkout.venv)]]
-    if _works(python):
+    if works(python):
         venv = []
     pip = [python, "-m", "pip"]
     made = [
@@ -246,8 +108,9 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
             "patches and wheel",
             lambda: stamp.key(
                 checkout.lock_file,
-                *sorted(checkout.patches.glob("*.patch")),
-                *(t for t in tools if t.name not in ("build.py", "requirements.py")),
+                *sorted(checkout.patches.glob("*/series")),
+                *sorted(checkout.patches.glob("*/*.patch")),
+                *(root / "tools" / name for name in _WHEEL_TOOLS),
                 environment_key,
                 source,
             ),
@@ -268,20 +131,6 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
     return made
 
 
-def _works(python: str) -> bool:
-    """Whether an environment is complete enough to run pip."""
-    try:
-        command = [python, "-m", "pip", "--version"]
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-def environment(checkout: Checkout) -> dict[str, str]:
-    """Variables for the steps: nothing of the user's Python set-up."""
-    return {**fetch.clean_environment(checkout), "PYTHONNOUSERSITE": "1"}
-
-
 def offline_environment(checkout: Checkout) -> dict[str, str]:
     """Variables for running vLLM: offline, silent, caches in the checkout."""
     cache = checkout.build / "cache"
@@ -290,7 +139,7 @@ def offline_environment(checkout: Checkout) -> dict[str, str]:
         for key, value in os.environ.items()
         if key.startswith(("VLLM_CPU_", "VLLM_LOGGING_"))
     }
-    built = environment(checkout)
+    built = clean_environment(checkout)
     # Sockets are made here, and their paths are short of a hundred bytes.
     del built["TMPDIR"]
     return {
@@ -308,70 +157,6 @@ def offline_environment(checkout: Checkout) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "XDG_CACHE_HOME": str(cache),
     }
-
-
-# ---------------------------------------------------------------- running them
-
-
-def _space(checkout: Checkout, step: str) -> None:
-    needed = _SPACE.get(step.split("-")[0], 0)
-    if step == "environment" and _works(_python(checkout)):
-        return  # most of it is there, or all but a new version of something
-    free = shutil.disk_usage(checkout.root).free
-    if free < needed:
-        raise ToolError(
-            f"this step wants {needed / _GIB:.0f} GiB of disk space and "
-            f"{checkout.root} has {free / _GIB:.1f} GiB free"
-        )
-
-
-def _failure(step: Step, lines: list[str], log: Path) -> ToolError:
-    text = "\n".join(lines)
-    errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-    if "No space left on device" in text:
-        said = (
-            "the disk is full; a build needs about 6 GiB, and 12 where the package "
-            "index has torch for CUDA only (see README.md)"
-        )
-    elif errors:
-        # Such an error may speak of the messages above it.
-        above = lines[max(0, errors[-1] - 12) : errors[-1]]
-        said = "\n".join(lines[errors[-1] :]).removeprefix("error: ")
-        if "above" in said:
-            said = "\n".join([*above, said])
-    elif fetch.network_failed(text):
-        said = (
-            "the package index could not be reached. Check the network, or "
-            "PIP_INDEX_URL and the proxy settings, and run again: it goes on from here"
-        )
-    else:
-        said = f"{step.title} failed:\n  " + "\n  ".join(lines[-12:])
-    return ToolError(f"{said}\nfull log: {log}")
-
-
-def run_steps(checkout: Checkout, chosen: list[Step], log: Log) -> None:
-    """Run what is not done yet, one line of progress each.
-
-    Raises:
-        ToolError: a step failed; its last words and the path of the log.
-    """
-    for number, step in enumerate(chosen, start=1):
-        head = f"[{number}/{len(chosen)}] {step.title} ..."
-        present = step.present()
-        if stamp.is_done(checkout, step.name, step.key()) and present:
-            print(head, "up to date")
-            continue
-        print(head, end=" ", flush=True)
-        _space(checkout, step.name)
-        started = time.monotonic()
-        stamp.clear(checkout, step.name)
-        for command in step.commands:
-            status, lines = log.run(command, checkout.root, environment(checkout))
-            if status:
-                print("failed")
-                raise _failure(step, lines, log.path)
-        stamp.done(checkout, step.name, step.key())
-        print(f"{time.monotonic() - started:.0f} s")
 
 
 def demo(checkout: Checkout, log: Log) -> None:
@@ -398,102 +183,35 @@ def _to_terminal(line: str) -> None:
     print(line, end="", flush=True)
 
 
-def test(checkout: Checkout, log: Log) -> None:
-    """Run every kind of test and print one summary of all.
-
-    The longest part runs beside others where there is room.
+def series(checkout: Checkout, words: list[str]) -> None:
+    """Become `python -m tools.series`, in a small environment of its own.
 
     Raises:
-        ToolError: a part failed.
+        ToolError: the environment can not be made.
     """
-    python = _python(checkout)
-    pytest = [python, "-s", "-m", "pytest", *PYTEST_OPTIONS]
-    engine = ["tests", "--ignore=tests/tools", "--parts=3"]
-    parts = {
-        "series": [python, "-m", "tools.series", "check"],
-        "tools": [*pytest, "--confcutdir=tests/tools", "tests/tools"],
-        "upstream's tests": [python, "-m", "tools.upstream_tests"],
-        "engine, V1": [*pytest, *engine, "--runner=v1"],
-        "engine, V2": [*pytest, *engine, "--runner=v2"],
-    }
-    environment = offline_environment(checkout)
-    rows, failed = [], []
-
-    def report(title: str, run: Callable[..., tuple[int, list[str]]]) -> None:
-        print(f"\n--- {title}", flush=True)
-        started = time.monotonic()
-        status, lines = run(show=_to_terminal)
-        matches = [found for line in lines if (found := _SUMMARY.match(line))]
-        # The engine tests run once per model runner, each with a summary.
-        said = "; ".join(m.group(1) for m in matches) or f"exit status {status}"
-        if title == "series" and not status:
-            said = lines[-1].strip()
-        seconds = time.monotonic() - started
-        rows.append(f"{'FAILED' if status else 'ok':6} {title}: {said}")
-        print(f"--- {title}: {'FAILED' if status else 'ok'}, {seconds:.0f} s")
-        if status:
-            failed.append(title)
-
-    def run_part(title: str) -> None:
-        report(
-            title, functools.partial(log.run, parts[title], checkout.root, environment)
-        )
-
-    run_part("series")
-    run_part("tools")
-    if _has_room_for_two():
-        # Each on the core that is free; vLLM would bind both to the same one.
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        threads = max(len(os.sched_getaffinity(0)) // 2, 1)
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-        longest = "engine, V1"
-        with log.beside(parts[longest], checkout.root, environment) as wait:
-            run_part("upstream's tests")
-            run_part("engine, V2")
-            report(longest, wait)
-    else:
-        for title in ("upstream's tests", "engine, V1", "engine, V2"):
-            run_part(title)
-    print(f"\nfull log: {log.path}\n" + "\n".join(rows))
-    if failed:
-        raise ToolError(f"{len(failed)} of {len(parts)} parts failed: {failed}")
-
-
-def _has_room_for_two() -> bool:
-    """Whether two sessions of the engine tests can run at once."""
-    return len(os.sched_getaffinity(0)) > 1 and _free_memory() > ROOM_FOR_TWO
-
-
-def _free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be had: the machine's, in a container at most its own."""
-    found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-    free = int(found[1]) * 1024 if found else 0
-    with contextlib.suppress(OSError, ValueError):  # no container; no limit: "max"
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = (group / "memory.stat").read_text()
-        cached = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)
-        free = min(free, limit - used + (int(cached[1]) if cached else 0))
-    return free
+    folder = checkout.build / "tools-venv"
+    python = folder / "bin" / "python"
+    pins = checkout.root / "requirements" / "series.lock"
+    pip = [str(python), "-m", "pip", "install", "--require-hashes", "--no-deps"]
+    step = Step(
+        folder.name,
+        f"environment (build/{folder.name})",
+        lambda: stamp.key(sys.version, str(folder), pins),
+        python.exists,
+        [
+            [sys.executable, "-m", "venv", "--clear", str(folder)],
+            [*pip, "--only-binary=:all:", "--requirement", str(pins)],
+        ],
+    )
+    if not stamp.is_done(checkout, step.name, step.key()) or not step.present():
+        with alone(checkout, f".lock-{step.name}"):
+            run_steps(checkout, [step], Log(checkout, "series"))
+    sys.stdout.flush()
+    command = [str(python), "-s", "-m", "tools.series", *words]
+    os.execve(python, command, clean_environment(checkout))
 
 
 # ---------------------------------------------------------------- command line
-
-
-@contextlib.contextmanager
-def alone(checkout: Checkout) -> Iterator[None]:
-    """Keep a second build of this checkout out.
-
-    Raises:
-        ToolError: one is running.
-    """
-    checkout.build.mkdir(exist_ok=True)
-    with (checkout.build / ".lock").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ToolError("another build of this checkout is running") from None
-        yield
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -501,7 +219,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="./build.sh",
         description="Fetch the pinned vLLM release, apply the patches, build the "
         "wheel into dist/ and install it into .venv.",
-        epilog="Steps that are done are skipped; an interrupted build goes on where "
+        epilog="`./build.sh series --help`: work on the patches; needs git and Python "
+        "only. Steps that are done are skipped; an interrupted build goes on where "
         "it was. Nothing outside this folder is written but temporary files. Needs "
         "Linux on x86-64, Python 3.11, git and about 6 GiB of disk space.",
     )
@@ -512,7 +231,10 @@ def _parser() -> argparse.ArgumentParser:
         default="build",
         metavar="demo|test",
         help="demo: then score held-out source files with the reference model; "
-        "test: then run all tests",
+        "test: then run all tests, or the parts that are named",
+    )
+    parser.add_argument(
+        "part", nargs="*", default=PARTS, help=f"of the tests: {', '.join(PARTS)}"
     )
     parser.add_argument(
         "--device",
@@ -532,7 +254,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["series"]:
+        series(HERE, sys.argv[2:])
     arguments = _parser().parse_args()
+    unknown = sorted({*arguments.part} - {*PARTS})
+    if unknown or (arguments.part != PARTS and arguments.verb != "test"):
+        raise ToolError(f"no part of the tests: {', '.join(unknown or arguments.part)}")
     if arguments.device == "cuda" and arguments.verb != "build":
         raise ToolError("demo and test run on the CPU wheel; leave out --device cuda")
     with alone(HERE):
@@ -543,7 +270,7 @@ def main() -> None:
             if arguments.verb == "demo":
                 demo(HERE, log)
             elif arguments.verb == "test":
-                test(HERE, log)
+                test(HERE, log, offline_environment(HERE), tuple(arguments.part))
             else:
                 _report(HERE, arguments.device)
         except KeyboardInterrupt:

@@ -96,6 +96,36 @@ PYTEST_OPTIONS += ["-o", "faulthandler_exit_on_timeout=true"]
 
 HERE = Checkout(Path(__file__).resolve().parent.parent)
 
+_DROPPED_PREFIXES = (
+    "PYTHON",
+    "VLLM_",
+    "PIP_TARGET",
+    "PIP_PREFIX",
+    "PIP_USER",
+    "PIP_ROOT",
+    "PIP_REQUIRE_",
+    "PIP_NO_BINARY",
+    "PIP_ONLY_BINARY",
+)
+
+
+def clean_environment(checkout: Checkout) -> dict[str, str]:
+    """The user's index and proxy settings, and nothing of their Python set-up.
+
+    Caches and temporary files stay in the checkout.
+    """
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(_DROPPED_PREFIXES)
+    }
+    kept["TMPDIR"] = str(checkout.own_temporary())
+    kept.setdefault("PIP_CACHE_DIR", str(checkout.build / "cache" / "pip"))
+    kept["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    kept["PIP_NO_INPUT"] = "1"
+    kept["PYTHONNOUSERSITE"] = "1"
+    return kept
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` so that no reader ever sees a part of it."""

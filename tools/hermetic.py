@@ -84,16 +84,27 @@ def hermetic_environment() -> dict[str, str]:
     return dict(_ENVIRONMENT)
 
 
-def hermetic_git(folder: Path) -> git.Git:
-    """Git commands to be run in ``folder``, shielded from the user's set-up.
+class _Git(git.Git):
+    """Runs git without the user's ``GIT_*`` variables.
 
-    Drops the ``GIT_*`` variables of this process that could redirect git or
-    change what it writes.
+    GitPython hands this process's variables on and can only add to them, so
+    ``env`` drops those that could redirect git or change what it writes.
     """
-    for name in list(os.environ):
-        if name.startswith("GIT_") and not name.startswith(_KEPT_PREFIXES):
-            del os.environ[name]
-    repository = git.Git(str(folder))
+
+    def execute(self, command, **options):  # type: ignore[no-untyped-def, override]
+        dropped = [
+            f"--unset={name}"
+            for name in os.environ
+            if name.startswith("GIT_")
+            and not name.startswith(_KEPT_PREFIXES)
+            and name not in self.environment()
+        ]
+        return super().execute(["env", *dropped, *command], **options)
+
+
+def hermetic_git(folder: Path) -> git.Git:
+    """Git commands to be run in ``folder``, shielded from the user's set-up."""
+    repository = _Git(str(folder))
     repository.update_environment(**_ENVIRONMENT)
     repository.set_persistent_git_options(
         c=[f"{key}={value}" for key, value in _CONFIG.items()]

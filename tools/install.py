@@ -7,8 +7,8 @@ Its metadata asks for packages that the lock leaves out on purpose.
 import argparse
 import subprocess
 
-from tools import fetch, lock as locks
-from tools.common import HERE, Checkout, ToolError, run_main
+from tools import lock as locks
+from tools.common import HERE, Checkout, ToolError, clean_environment, run_main
 
 
 def install(checkout: Checkout, device: str) -> None:
@@ -23,7 +23,7 @@ def install(checkout: Checkout, device: str) -> None:
         raise ToolError(f"{len(wheels)} wheels of {version} in dist/, wanted one")
     command = [str(checkout.venv / "bin" / "python"), "-m", "pip", "install"]
     command += ["--no-deps", "--no-index", "--force-reinstall", str(wheels[0])]
-    environment = fetch.clean_environment(checkout)
+    environment = clean_environment(checkout)
     if subprocess.run(command, env=environment).returncode:
         raise ToolError(f"pip could not install {wheels[0].name}")
 

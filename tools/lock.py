@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and write ``upstream.lock``: what the fork is built from, and what results.
 
-``python -m tools.lock`` prints it; ``python -m tools.lock pin DEVICE ...`` records
-the archives of the locked release for devices, hashes as found.
+``tools.fetch`` pins archives, ``tools.series`` records tree hashes.
 """
 
-import argparse
 import dataclasses
 import tomllib
 from dataclasses import dataclass
 
-from tools.common import HERE, Checkout, ToolError, run_main, write_atomically
+from tools.common import Checkout, ToolError, write_atomically
 
 _HEADER = """\
 # SPDX-License-Identifier: Apache-2.0
-# What this fork is built from. `python -m tools.series export` writes the tree
-# hashes, `python -m tools.series rebase VERSION` moves to another release, and
-# `python -m tools.lock pin DEVICE` records its binaries. `revision` is edited by
-# hand: it is the N of 0.32.0+utio.N.cpu.
+# What this fork is built from, and the git trees that the stacks of patches must
+# give. `./build.sh series export` writes the tree hashes, `./build.sh series rebase
+# VERSION` moves to another release, and `python -m tools.fetch --pin DEVICE` records
+# its binaries. `revision` is edited by hand: it is the N of 0.32.0+utio.N.cpu.
 """
 
 
@@ -26,7 +24,7 @@ class Archive:
     """One file of the package index.
 
     Attributes:
-        requirement: what to ask pip for, ``name==version``.
+        requirement: what it is, ``name==version``.
         file: the name of the file.
         sha256: its digest, 64 hexadecimal digits.
         cuda: the CUDA version the binaries are for, empty if none.
@@ -48,7 +46,8 @@ class Lock:
         label: the fork's name in the local version label.
         revision: counts the fork's releases on this upstream release.
         base_tree: git tree hash of the source archive as imported.
-        tree: git tree hash that the applied series must give.
+        trees: git tree hashes that the applied stacks must give, by branch:
+            ``fixes``, ``scoring`` and ``depth`` (each on the fixes), and ``all``.
         sdist: the source archive.
         wheels: the precompiled binaries by device.
     """
@@ -58,7 +57,7 @@ class Lock:
     label: str
     revision: int
     base_tree: str
-    tree: str
+    trees: dict[str, str]
     sdist: Archive
     wheels: dict[str, Archive]
 
@@ -71,7 +70,7 @@ class Lock:
         if device not in self.wheels:
             raise ToolError(
                 f"upstream.lock has no binaries of {self.release} for {device}; "
-                f"record them with `.venv/bin/python -m tools.lock pin {device}`"
+                f"record them with `.venv/bin/python -m tools.fetch --pin {device}`"
             )
         return self.wheels[device]
 
@@ -88,14 +87,15 @@ def read(checkout: Checkout) -> Lock:
     """
     try:
         table = tomllib.loads(checkout.lock_file.read_text())
+        trees = dict(table["series"])
         archives = {name: Archive(**row) for name, row in table["archive"].items()}
         return Lock(
             release=table["upstream"]["release"],
             commit=table["upstream"]["commit"],
             label=table["fork"]["label"],
             revision=table["fork"]["revision"],
-            base_tree=table["series"]["base_tree"],
-            tree=table["series"]["tree"],
+            base_tree=trees.pop("base_tree"),
+            trees=trees,
             sdist=archives.pop("sdist"),
             wheels=archives,
         )
@@ -114,7 +114,7 @@ def write(checkout: Checkout, lock: Lock) -> None:
             "commit": lock.commit,
         },
         "fork": {"label": lock.label, "revision": lock.revision},
-        "series": {"base_tree": lock.base_tree, "tree": lock.tree},
+        "series": {"base_tree": lock.base_tree, **lock.trees},
     }
     for name, archive in [("sdist", lock.sdist), *sorted(lock.wheels.items())]:
         row = dataclasses.asdict(archive)
@@ -127,27 +127,3 @@ def write(checkout: Checkout, lock: Lock) -> None:
             lines.append(f"{key} = {shown}")
         lines.append("")
     write_atomically(checkout.lock_file, "\n".join(lines).rstrip().encode() + b"\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.lock", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb")
-    pin = verbs.add_parser("pin", help="record the archives of the locked release")
-    pin.add_argument("device", nargs="+", choices=["cpu", "cuda"])
-    arguments = parser.parse_args()
-    if arguments.verb == "pin":
-        from tools import fetch
-
-        lock = read(HERE)
-        for device in arguments.device:
-            archive = fetch.discover_wheel(HERE, lock.release, device)
-            print(f"{device}: {archive.file} sha256 {archive.sha256}")
-            lock = dataclasses.replace(lock, wheels={**lock.wheels, device: archive})
-        write(HERE, lock)
-    else:
-        read(HERE)
-        print(HERE.lock_file.read_text(), end="")
-
-
-if __name__ == "__main__":
-    run_main(main)

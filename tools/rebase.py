@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move the series to another upstream release.
+"""Move the stacks to another upstream release: fixes, then what stands on them.
 
 The state of a move that is not finished is ``build/rebase.json`` plus git's own in
 ``build/src``, so it survives an interruption.
@@ -8,35 +8,50 @@ The state of a move that is not finished is ``build/rebase.json`` plus git's own
 import dataclasses
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import git
 
-from tools import bases, fetch, lock as locks, patchset, series
+from tools import bases, fetch, lock as locks, source, stacks
 from tools.common import Checkout, ToolError, write_atomically
+from tools.export import export
 from tools.hermetic import first_lines, hermetic_git
 from tools.lock import Archive
+from tools.patchset import summary
+from tools.stacks import ALL, FIXES, STACKS
 
 _HOW_TO_GO_ON = """\
 {what} in {source}, then
-  .venv/bin/python -m tools.series rebase --continue
-or give up with `.venv/bin/python -m tools.series rebase --abort`."""
+  ./build.sh series rebase --continue
+or give up with `./build.sh series rebase --abort`."""
 _NEXT = """\
 Read the comparison above, then
-  .venv/bin/python -m tools.lock pin cpu cuda     # the binaries of {release}
+  .venv/bin/python -m tools.fetch --pin cpu cuda  # the binaries of {release}
   .venv/bin/python -m tools.requirements          # the versions it wants
   ./build.sh test"""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Move:
-    """What is being moved where; ``head`` is the series on the old release."""
+    """What is being moved where.
+
+    Attributes:
+        old: the release that the stacks stood on.
+        new: the one that they shall stand on.
+        heads: their branches on the old release.
+        archive: the new release's source archive.
+        stops: the files that conflicted, by the patch that stopped the move.
+    """
 
     old: str
     new: str
-    head: str
+    heads: dict[str, str]
     archive: dict[str, str]
+    stops: dict[str, list[str]]
+
+    def save(self, checkout: Checkout) -> None:
+        data = json.dumps(dataclasses.asdict(self)).encode()
+        write_atomically(_state(checkout), data)
 
 
 def _state(checkout: Checkout) -> Path:
@@ -60,7 +75,7 @@ def _load(checkout: Checkout) -> _Move:
 
 
 def start(checkout: Checkout, release: str) -> None:
-    """Fetch a release and move the series onto it.
+    """Fetch a release and move the stacks onto it.
 
     Raises:
         ToolError: a move is in progress, work in ``build/src`` was not exported, the
@@ -70,17 +85,17 @@ def start(checkout: Checkout, release: str) -> None:
         raise ToolError("a rebase is in progress: give --continue or --abort")
     lock = locks.read(checkout)
     if release == lock.release:
-        raise ToolError(f"the series is on {release} already")
-    series.open_series(checkout)
-    archive = fetch.discover_sdist(checkout, release)
+        raise ToolError(f"the stacks are on {release} already")
+    source.open_source(checkout)
+    archive = fetch.discover(checkout, release, "sdist")
     print(f"{archive.file}: sha256 {archive.sha256} (as found, not checked)")
     path = fetch.archive_path(checkout, archive)
     print(f"tree {bases.import_sdist(checkout, path, release)}")
     repository = hermetic_git(checkout.source)
     repository.fetch("--quiet", "origin")
-    head = repository.rev_parse("HEAD")
-    move = _Move(lock.release, release, head, dataclasses.asdict(archive))
-    write_atomically(_state(checkout), json.dumps(dataclasses.asdict(move)).encode())
+    heads = {stack: repository.rev_parse(stack) for stack in STACKS}
+    move = _Move(lock.release, release, heads, dataclasses.asdict(archive), {})
+    move.save(checkout)
     _replay(checkout, move)
 
 
@@ -91,12 +106,9 @@ def go_on(checkout: Checkout) -> None:
         ToolError: none is in progress, or a patch conflicts.
     """
     move = _load(checkout)
-    repository = hermetic_git(checkout.source)
-    if series.in_progress(checkout.source):
-        _run(checkout, repository, ["--continue"])
-        _finish(checkout, move)
-    else:
-        _replay(checkout, move)
+    if stacks.in_progress(checkout.source):
+        _run(checkout, move, ["--continue"])
+    _replay(checkout, move)
 
 
 def abort(checkout: Checkout) -> None:
@@ -107,33 +119,40 @@ def abort(checkout: Checkout) -> None:
     """
     move = _load(checkout)
     repository = hermetic_git(checkout.source)
-    if series.in_progress(checkout.source):
+    if stacks.in_progress(checkout.source):
         repository.rebase("--abort")
-    repository.reset("--quiet", "--hard", move.head)
+    repository.checkout("--quiet", "--force", ALL)
+    for stack, head in move.heads.items():
+        repository.update_ref(f"refs/heads/{stack}", head)
     _state(checkout).unlink()
     print(f"{checkout.source} is on {move.old} again")
 
 
 def _replay(checkout: Checkout, move: _Move) -> None:
     repository = hermetic_git(checkout.source)
-    new, old = bases.in_clone(move.new), bases.in_clone(move.old)
-    if repository.merge_base("--all", new, "HEAD", with_exceptions=False):
-        _finish(checkout, move)
-        return
-    _run(checkout, repository, ["--onto", new, old])
+    for stack in STACKS:
+        onto = stacks.below(stack, bases.in_clone(move.new))
+        old = bases.in_clone(move.old) if stack == FIXES else move.heads[FIXES]
+        # A person may have moved the stack with git.
+        if not repository.merge_base(
+            "--all", bases.in_clone(move.new), stack, with_exceptions=False
+        ):
+            _run(checkout, move, ["--onto", onto, old, stack])
     _finish(checkout, move)
 
 
-def _run(checkout: Checkout, repository: git.Git, options: list[str]) -> None:
+def _run(checkout: Checkout, move: _Move, options: list[str]) -> None:
+    repository = hermetic_git(checkout.source)
     try:
         repository.rebase(*options)
     except git.GitCommandError as error:
-        files = repository.diff("--name-only", "--diff-filter=U").split("\n")
-        if not series.in_progress(checkout.source) or files == [""]:
+        patch, files = stacks.conflict(repository)
+        if not stacks.in_progress(checkout.source) or not files:
             raise ToolError(f"git rebase failed:\n  {first_lines(error)}") from None
-        subject = repository.log("-1", "--format=%s", "REBASE_HEAD")
+        move.stops.setdefault(patch, files)
+        move.save(checkout)
         raise ToolError(
-            f"the patch {subject!r} conflicts in\n  "
+            f"the patch {patch!r} conflicts in\n  "
             + "\n  ".join(files)
             + "\n"
             + _how_to_go_on(checkout, "Resolve and `git add` them")
@@ -143,37 +162,40 @@ def _run(checkout: Checkout, repository: git.Git, options: list[str]) -> None:
 def _finish(checkout: Checkout, move: _Move) -> None:
     repository = hermetic_git(checkout.source)
     new, old = bases.in_clone(move.new), bases.in_clone(move.old)
-    print(repository.range_diff("--no-color", f"{old}..{move.head}", f"{new}..HEAD"))
-    archive = Archive(**move.archive)
+    for stack, head in move.heads.items():
+        before = old if stack == FIXES else move.heads[FIXES]
+        spans = f"{before}..{head}", f"{stacks.below(stack, new)}..{stack}"
+        print(f"{stack}:\n{repository.range_diff('--no-color', *spans)}")
     lock = locks.read(checkout)
-    locks.write(
-        checkout,
-        dataclasses.replace(
-            lock,
-            release=move.new,
-            commit=_commit(checkout, archive, move.new),
-            revision=1,
-            base_tree="",
-            sdist=archive,
-            wheels={},
-        ),
+    moved = dataclasses.replace(
+        lock,
+        release=move.new,
+        commit=_commit(checkout, move.new),
+        revision=1,
+        base_tree="",
+        trees={},
+        sdist=Archive(**move.archive),
+        wheels={},
     )
+    locks.write(checkout, moved)
     try:
-        done = series.export(checkout)
+        done = export(checkout)
     except ToolError as error:
         locks.write(checkout, lock)
         how = _how_to_go_on(checkout, "Mend and commit that")
         raise ToolError(f"{error}\n{how}") from None
     _state(checkout).unlink()
-    print(f"the series is on {move.new}, tree {done.tree}")
-    print(patchset.summary(done.patches))
+    print(f"the stacks are on {move.new}")
+    print(summary(done))
+    places = sum(len(files) for files in move.stops.values())
+    print(f"the move stopped at {len(move.stops)} patches, in {places} files")
+    for patch, files in move.stops.items():
+        print(f"  {patch}: {', '.join(files)}")
     print(_NEXT.format(release=move.new))
 
 
-def _commit(checkout: Checkout, archive: Archive, release: str) -> str:
+def _commit(checkout: Checkout, release: str) -> str:
     """The commit, shortened, that a source archive says it was made from."""
-    with tarfile.open(checkout.downloads / archive.file) as source:
-        member = source.extractfile(f"vllm-{release}/vllm/_version.py")
-        text = member.read().decode() if member else ""
+    text = fetch.member(checkout, release, "vllm/_version.py")
     found = re.search(r"commit_id = 'g([0-9a-f]+)'", text)
     return found.group(1) if found else "unknown"

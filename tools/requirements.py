@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tools import fetch, lock as locks
-from tools.common import HERE, Checkout, ToolError, run_main, write_atomically
+from tools.common import HERE, Checkout, ToolError, clean_environment, run_main, write_atomically
 
 # Not needed for text models. The index's builds of the first three break `import
 # transformers` beside a CPU torch, and triton comes from a code host there.
@@ -80,7 +80,7 @@ def resolve(checkout: Checkout, wanted: list[str], upgrade: bool) -> dict[str, s
             rows = kept(lock_file.read_text().splitlines(), wanted)
             (folder / "kept.txt").write_text("\n".join(rows) + "\n")
             command += ["--constraint", str(folder / "kept.txt")]
-        environment = fetch.clean_environment(checkout)
+        environment = clean_environment(checkout)
         if subprocess.run(command, env=environment).returncode:
             raise ToolError(
                 "pip found no set of versions; its messages are above. If the release "

@@ -6,35 +6,49 @@ so that ``import vllm`` is the installed wheel. ``tests/upstream_deselect.txt`` 
 what can not run here: a pytest node id, two spaces, ``# why``. Tests of Triton
 kernels run in a session of their own, in Triton's interpreter.
 
-With ``--each-patch``, the tests of each patch run against the tree as it is with that
-patch and those before it, as upstream gets them: a rebase can leave a mistake in one
-patch that a later one mends. Ten minutes, so not part of ``build.sh test``.
+Two ways take a source tree instead, into which the wheel's compiled libraries are
+linked, and take too long for ``build.sh test``:
+
+- ``--each-patch``: the tests of each patch run against its stack as it is with that
+  patch and those before it, as upstream gets them. A rebase can leave a mistake in
+  one patch that a later one mends. Ten minutes.
+- ``--stack scoring``: the tests that the fixes and that stack touch run against these
+  alone.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from tools import bases, lock as locks, series, stamp
+from tools import bases, lock as locks, stacks, stamp
 from tools.common import HERE, PYTEST_OPTIONS, Checkout, ToolError, run_main
+from tools.stacks import ALL, BRANCHES, Contents
 
-INTERPRETED = ("tests/v1/worker/test_fused_target_logprobs.py",)
+INTERPRETED = (
+    "tests/kernels/test_read_logits.py",
+    "tests/v1/worker/test_fused_target_logprobs.py",
+)
 """Tests that need a GPU or Triton's interpreter."""
 
 _HEADER = re.compile(rb"^\+\+\+ b/(tests/(?:.*/)?test_[^/\s]*\.py)$", re.MULTILINE)
 
 
-def touched(patches: list[Path]) -> list[str]:
+def touched(patches: Iterable[bytes]) -> list[str]:
     """The test files that patches add or change, sorted."""
-    found: set[str] = set()
-    for patch in patches:
-        found.update(name.decode() for name in _HEADER.findall(patch.read_bytes()))
-    return sorted(found)
+    return sorted({name.decode() for patch in patches for name in _HEADER.findall(patch)})
+
+
+def touched_by(contents: Contents, branch: str) -> list[str]:
+    """The test files that the stacks of a branch add or change, sorted."""
+    files = [contents[stack].values() for stack in stacks.layers(branch)]
+    return touched(patch for stack in files for patch in stack)
 
 
 def deselected(checkout: Checkout) -> list[str]:
@@ -63,12 +77,14 @@ def prepare(checkout: Checkout) -> Path:
     """
     lock = locks.read(checkout)
     target = checkout.build / "upstream-tests"
-    wanted = stamp.key(lock.tree, *series.patch_files(checkout.patches))
+    patches = stacks.read(checkout).values()
+    digests = [hashlib.sha256(p).hexdigest() for stack in patches for p in stack.values()]
+    wanted = stamp.key(lock.release, *digests)
     if target.exists() and stamp.is_done(checkout, target.name, wanted):
         return target
     stamp.clear(checkout, target.name)
     with checkout.scratch() as folder:
-        series.applied_tree(checkout, lock, folder / "src")
+        stacks.applied(checkout, lock, folder / "src")
         shutil.rmtree(folder / "src" / "vllm")
         shutil.rmtree(folder / "src" / ".git")
         shutil.rmtree(target, ignore_errors=True)
@@ -99,15 +115,33 @@ def run_each_patch(checkout: Checkout, options: list[str]) -> list[str]:
         source = folder / "src"
         release = locks.read(checkout).release
         repository = bases.check_out(checkout, release, source)
-        for patch in series.patch_files(checkout.patches):
-            series.apply(repository, [patch])
-            files = touched([patch])
-            if files:
-                print(f"--- {patch.name}", flush=True)
-                _add_compiled(source)
-                if _run(checkout, source, files, options, str(source)):
-                    failed.append(patch.name)
+        for stack, patches in stacks.read(checkout).items():
+            below = stacks.below(stack, bases.in_clone(release))
+            repository.checkout("--quiet", "-b", stack, below)
+            for name, content in patches.items():
+                stacks.apply(repository, stack, {name: content})
+                print(f"--- {stack}/{name}", flush=True)
+                if run_in_tree(checkout, source, touched([content]), options):
+                    failed.append(f"{stack}/{name}")
     return failed
+
+
+def run_stack(checkout: Checkout, branch: str, options: list[str]) -> int:
+    """Run the tests that a branch touches against its tree alone; the exit status."""
+    with checkout.scratch() as folder:
+        stacks.applied(checkout, locks.read(checkout), folder / "src", branch)
+        files = touched_by(stacks.read(checkout), branch)
+        return run_in_tree(checkout, folder / "src", files, options)
+
+
+def run_in_tree(
+    checkout: Checkout, tree: Path, files: list[str], options: list[str]
+) -> int:
+    """Run tests against a source tree; the exit status."""
+    if not files:
+        return 0
+    _add_compiled(tree)
+    return _run(checkout, tree, files, options, str(tree))
 
 
 def _run(
@@ -143,21 +177,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.upstream_tests", description=__doc__
     )
-    parser.add_argument(
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument(
         "--each-patch", action="store_true", help="each patch's against its own tree"
     )
+    ways.add_argument("--stack", choices=BRANCHES)
+    ways.add_argument("--tree", type=Path, help="these test files in this source tree")
     parser.add_argument("pytest", nargs="*", help="further options for pytest")
     arguments = parser.parse_args()
     if arguments.each_patch:
         failed = run_each_patch(HERE, arguments.pytest)
         if failed:
             raise ToolError("tests failed of\n  " + "\n  ".join(failed))
-        return
-    files = touched(series.patch_files(HERE.patches))
-    if not files:
-        print("no patch adds or changes a test of upstream's")
-        return
-    sys.exit(_run(HERE, prepare(HERE), files, arguments.pytest, ""))
+    elif arguments.stack:
+        sys.exit(run_stack(HERE, arguments.stack, arguments.pytest))
+    elif arguments.tree:
+        sys.exit(run_in_tree(HERE, arguments.tree, arguments.pytest, []))
+    else:
+        files = touched_by(stacks.read(HERE), ALL)
+        folder = prepare(HERE)
+        sys.exit(_run(HERE, folder, files, arguments.pytest, "") if files else 0)
 
 
 if __name__ == "__main__":

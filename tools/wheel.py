@@ -15,7 +15,7 @@ from pathlib import Path
 
 import git
 
-from tools import bases, fetch, lock as locks, series
+from tools import bases, fetch, lock as locks, stacks
 from tools.common import HERE, Checkout, ToolError, run_main
 from tools.hermetic import hermetic_environment
 from tools.lock import Lock
@@ -36,7 +36,7 @@ def build(checkout: Checkout, device: str) -> Path:
     binaries = fetch.archive_path(checkout, lock.wheel(device))
     with checkout.scratch() as folder:
         source = folder / "src"
-        repository = series.applied_tree(checkout, lock, source)
+        repository = stacks.applied(checkout, lock, source)
         built = _run_backend(folder, source, binaries, lock, device)
         verify(built, binaries, repository, bases.in_clone(lock.release))
         checkout.dist.mkdir(exist_ok=True)

@@ -4,16 +4,20 @@
 import hashlib
 import io
 import os
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import git
 import pytest
 
-from tools import bases, lock as locks, series
+from tools import bases, lock as locks, source
 from tools.common import Checkout
+from tools.export import export
 from tools.hermetic import hermetic_git
 from tools.lock import Archive, Lock
+from tools.stacks import BRANCHES, DEPTH, FIXES, SCORING, STACKS
 
 RELEASE = "1.0.0"
 FILES = {
@@ -62,35 +66,58 @@ def make_checkout(root: Path, files: dict[str, bytes] = FILES) -> Checkout:
             label="utio",
             revision=1,
             base_tree=tree,
-            tree=tree,
+            trees=dict.fromkeys(BRANCHES, tree),
             sdist=Archive(f"vllm=={RELEASE}", archive.name, digest),
             wheels={},
         ),
     )
-    checkout.patches.mkdir()
+    for stack in STACKS:
+        (checkout.patches / stack).mkdir(parents=True)
+        (checkout.patches / stack / "series").touch()
     return checkout
 
 
-def commit(checkout: Checkout, message: str, changes: dict[str, bytes]) -> None:
-    """Commit files in ``build/src`` as a person would."""
+def engine(**lines: str) -> bytes:
+    """``vllm/engine.py`` with other lines; ``line_20="21"`` for ``line_20 = 21``."""
+    text = FILES["vllm/engine.py"].decode()
+    for name, value in lines.items():
+        number = name.rpartition("_")[2]
+        text = text.replace(f"{name} = {number}\n", f"{name} = {value}\n")
+    return text.encode()
+
+
+def commit(
+    checkout: Checkout, branch: str, message: str, changes: dict[str, bytes]
+) -> git.Git:
+    """Commit files on a branch of ``build/src`` as a person would."""
+    repository = person(checkout)
+    repository.checkout("--quiet", branch)
     for name, data in changes.items():
         path = checkout.source / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+    repository.add("--all", "--force")
+    repository.commit("--quiet", "--allow-empty", "--message", message)
+    return repository
+
+
+def person(checkout: Checkout) -> git.Git:
+    """Git in ``build/src``, with an author."""
     repository = hermetic_git(checkout.source)
     repository.update_environment(
         GIT_AUTHOR_NAME="Zoë Müller",
         GIT_AUTHOR_EMAIL="zoe@example.invalid",
         GIT_AUTHOR_DATE="2026-01-02T03:04:05+0100",
     )
-    repository.add("--all", "--force")
-    repository.commit("--quiet", "--allow-empty", "--message", message)
+    return repository
 
 
 def exported(checkout: Checkout) -> dict[str, bytes]:
     """Everything that export writes."""
-    files = [checkout.lock_file, *checkout.patches.iterdir()]
-    return {file.name: file.read_bytes() for file in files}
+    files = [f for f in checkout.patches.rglob("*") if f.is_file()]
+    return {str(f.relative_to(checkout.root)): f.read_bytes() for f in files} | {
+        "upstream.lock": checkout.lock_file.read_bytes()
+    }
 
 
 @pytest.fixture
@@ -98,30 +125,44 @@ def checkout(tmp_path: Path) -> Checkout:
     return make_checkout(tmp_path / "fork")
 
 
+LONG = "Say in a subject that is far longer than a mail header what this is about"
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fork with two fixes, and a patch each of scoring and depth, exported."""
+    checkout = make_checkout(tmp_path_factory.mktemp("template") / "fork")
+    source.open_source(checkout)
+    changes = {
+        "vllm/engine.py": engine(line_20="21"),
+        "tests/test_engine.py": b"def test_engine():\n    assert True\n",
+        "docs/engine.md": b"# The engine\n\nLine 20 is 21.\n",
+    }
+    commit(checkout, FIXES, MESSAGE.format(what="Change a line"), changes)
+    changes = {
+        "vllm/windows.py": b"first = 1\r\nsecond = 3 \r\n",
+        "vllm/data.bin": bytes(range(256)),
+    }
+    message = MESSAGE.format(what=LONG) + "Reviewed-by: Zoë Müller\n"
+    commit(checkout, FIXES, message, changes)
+    for stack, line in ((SCORING, {"line_5": "55"}), (DEPTH, {"line_35": "36"})):
+        hermetic_git(checkout.source).branch("--quiet", "--force", stack, FIXES)
+        changes = {
+            "vllm/engine.py": engine(line_20="21", **line),
+            f"vllm/{stack}.py": f"{stack} = 1\n".encode(),
+        }
+        commit(checkout, stack, MESSAGE.format(what=f"Add {stack}"), changes)
+    export(checkout)
+    return checkout.root
+
+
 @pytest.fixture
-def forked(checkout: Checkout) -> Checkout:
-    """A fork with two patches, exported and checked."""
-    series.open_series(checkout)
-    engine = FILES["vllm/engine.py"]
-    commit(
-        checkout,
-        MESSAGE.format(what="Change a line"),
-        {
-            "vllm/engine.py": engine.replace(b"line_20 = 20", b"line_20 = 21"),
-            "tests/test_engine.py": b"def test_engine():\n    assert True\n",
-            "docs/engine.md": b"# The engine\n\nLine 20 is 21.\n",
-        },
-    )
-    long = "Say in a subject that is far longer than a mail header what this is about"
-    commit(
-        checkout,
-        MESSAGE.format(what=long) + "Reviewed-by: Zoë Müller\n",
-        {
-            "vllm/windows.py": b"first = 1\r\nsecond = 3 \r\n",
-            "vllm/data.bin": bytes(range(256)),
-        },
-    )
-    series.export(checkout)
+def forked(template: Path, tmp_path: Path) -> Checkout:
+    """A copy of it, for a test of its own."""
+    checkout = Checkout(tmp_path / "fork")
+    shutil.copytree(template, checkout.root, symlinks=True)
+    repository = hermetic_git(checkout.source)
+    repository.remote("set-url", "origin", str(checkout.bases))
     return checkout
 
 

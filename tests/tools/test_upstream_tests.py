@@ -7,7 +7,7 @@ from tools import upstream_tests
 from tools.common import HERE
 
 OTHER = "tests/test_other.py"
-(KERNELS,) = upstream_tests.INTERPRETED
+KERNELS = upstream_tests.INTERPRETED[0]
 
 
 @pytest.mark.parametrize("file", [KERNELS, OTHER])

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from conftest import RELEASE, commit
 
-from tools import bases, series, upstream_tests, wheel
+from tools import bases, stacks, upstream_tests, wheel
 from tools.common import ToolError
+from tools.export import export
+from tools.stacks import DEPTH, SCORING
 
 LIBRARIES = {
     "vllm/_C.abi3.so": b"bf16",
@@ -64,20 +66,29 @@ def test_a_module_of_the_tree_that_is_left_out_is_named(applied, tmp_path):
 
 
 def test_the_tests_that_patches_touch_are_found(forked):
-    assert upstream_tests.touched(series.patch_files(forked.patches)) == ["tests/test_engine.py"]
+    contents = stacks.read(forked)
+    assert upstream_tests.touched_by(contents, DEPTH) == ["tests/test_engine.py"]
+    assert upstream_tests.touched(contents[DEPTH].values()) == []
+
+
+def own_test(stack: str, value: int) -> bytes:
+    code = f"def test_own():\n    from vllm.new import new\n\n    assert new == {value}\n"
+    absent = {DEPTH: SCORING, SCORING: DEPTH}.get(stack)
+    if absent:
+        code += f"    import os\n\n    assert not os.path.exists('vllm/{absent}.py')\n"
+    return code.encode()
 
 
 def test_each_patch_is_tested_against_its_own_tree(forked):
     """Here the second of two patches mends what the first one breaks."""
-    message = "[Core] {}\n\nUpstream-Status: Pending\n"
-    test = b"def test_new():\n    from vllm.new import new\n\n    assert new == 1\n"
     files = {"vllm/__init__.py": b"", "vllm/new.py": b"new = 2\n"}
-    files |= {"tests/test_new.py": test}
-    commit(forked, message.format("Break"), files)
-    files = {"vllm/new.py": b"new = 1\n", "tests/test_new.py": test + b"\n"}
-    commit(forked, message.format("Mend"), files)
-    series.export(forked)
-    assert upstream_tests.run_each_patch(forked, []) == ["0003-Core-Break.patch"]
+    files |= {"tests/test_new.py": own_test(DEPTH, 1)}
+    commit(forked, DEPTH, "[Core] Break\n\nUpstream-Status: Pending\n", files)
+    files = {"vllm/new.py": b"new = 1\n", "tests/test_new.py": own_test(DEPTH, 1) + b"\n"}
+    commit(forked, DEPTH, "[Core] Mend\n\nUpstream-Status: Pending\n", files)
+    export(forked)
+    assert upstream_tests.run_each_patch(forked, []) == ["depth/break.patch"]
+    assert upstream_tests.run_stack(forked, DEPTH, []) == 0
 
 
 def test_upstream_tests_run_beside_the_tree_without_its_package(forked):

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every part of the tests is run and counted, and an end of them ends all of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import test as parts
+from tools.common import HERE, Checkout, ToolError
+from tools.processes import Log
+
+
+def stand_in(root: Path, code: str) -> Checkout:
+    """A checkout whose Python is a shell script."""
+    checkout = Checkout(root)
+    python = checkout.venv / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{code}")
+    python.chmod(0o755)
+    return checkout
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize(
+    "broken", ["none", "tools.series", "--runner=v1", "--runner=v2"]
+)
+def test_every_part_of_the_tests_is_run_and_counted(
+    tmp_path, monkeypatch, capsys, room, broken
+):
+    """With a stand-in for Python, which fails the part that is `broken`."""
+    monkeypatch.setattr(parts, "has_room_for_two", lambda: room)
+    checkout = stand_in(
+        tmp_path,
+        f'echo "$@" >> {tmp_path}/calls\n'
+        'echo "=== 3 passed in 0.12s ==="\n'
+        f'case "$*" in *{broken}*) exit 1;; esac\n',
+    )
+    log = Log(checkout, "test")
+    if broken == "none":
+        parts.test(checkout, log, {}, parts.PARTS)
+    else:
+        with pytest.raises(ToolError, match="^1 of 5 parts failed"):
+            parts.test(checkout, log, {}, parts.PARTS)
+    calls = (tmp_path / "calls").read_text()
+    for part in ("tools.series check", "tests/tools", "tools.upstream_tests"):
+        assert part in calls
+    assert calls.count("--runner=v1") == calls.count("--runner=v2") == 1
+    summary = capsys.readouterr().out.partition("full log:")[2].splitlines()[1:]
+    assert len(summary) == 5
+    assert sum("3 passed" in line for line in summary) >= 4
+    failed = [line for line in summary if line.startswith("FAILED")]
+    assert len(failed) == (broken != "none")
+
+
+def test_a_part_can_be_run_alone(tmp_path, capsys):
+    checkout = stand_in(tmp_path, f'echo "$@" >> {tmp_path}/calls\n')
+    parts.test(checkout, Log(checkout, "test"), {}, ("upstream", "v1"))
+    (first, second) = (tmp_path / "calls").read_text().splitlines()
+    assert "tools.upstream_tests" in first and "--runner=v1" in second
+    assert len(capsys.readouterr().out.partition("full log:")[2].splitlines()) == 3
+
+
+def test_a_container_has_no_more_memory_than_its_own(tmp_path):
+    machine = parts.free_memory(tmp_path)
+    assert machine > 2**20
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\nkernel 3\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert parts.free_memory(tmp_path) == 200_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert parts.free_memory(tmp_path) > 2**20
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("==== 3 passed, 1 skipped in 2.05s ====", "3 passed, 1 skipped in 2.05s"),
+        ("1 failed, 30 passed, 2 warnings in 61.20s (0:01:01)",
+         "1 failed, 30 passed, 2 warnings in 61.20s (0:01:01)"),
+        ("1 passed, 33 deselected, 13 subtests passed in 9.1s",
+         "1 passed, 33 deselected, 13 subtests passed in 9.1s"),
+        ("no tests ran in 0.01s", "no tests ran in 0.01s"),
+        ("3 passed the gate", None),
+    ],
+)  # fmt: skip
+def test_the_summary_line_of_pytest_is_recognised(line, said):
+    found = parts._SUMMARY.match(line)
+    assert (found and found.group(1)) == said
+
+
+def test_a_command_beside_another(tmp_path):
+    log = Log(Checkout(tmp_path), "test")
+    shown = []
+    slow = [sys.executable, "-c", "import time; time.sleep(1); print('slow')"]
+    quick = [sys.executable, "-c", "print('quick'); raise SystemExit(3)"]
+    with log.beside(slow, tmp_path, dict(os.environ)) as wait:
+        assert log.run(quick, tmp_path, dict(os.environ), shown.append)[0] == 3
+        assert wait(show=shown.append) == (0, ["slow"])
+    assert shown == ["quick\n", "slow\n"]
+    assert "slow" in log.path.read_text()
+
+
+def appears(file: Path) -> str:
+    """The line that a process writes into a file when it runs."""
+    deadline = time.monotonic() + 60
+    while not file.exists() or not file.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return file.read_text().strip()
+
+
+def test_a_command_beside_one_that_fails_is_ended(tmp_path):
+    log = Log(Checkout(tmp_path), "test")
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {pid}; exec sleep 99"]
+    with pytest.raises(ToolError), log.beside(command, tmp_path, dict(os.environ)):
+        appears(pid)
+        raise ToolError("of the other")
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+from tools import processes, test
+from tools.common import Checkout, run_main
+
+processes._SECONDS_TO_END = 1
+checkout = Checkout(Path(sys.argv[1]))
+log = processes.Log(checkout, "test")
+run_main(lambda: test.test(checkout, log, {"PATH": "/usr/bin:/bin"}, ("tools",)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stubborn", ["", "trap '' TERM INT; "])
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, stubborn):
+    """Not even a server in a session of its own, its parent gone, and its child."""
+    engine = f"{stubborn}echo $$ > {tmp_path}/engine; sleep 301; sleep 302"
+    server = f"{stubborn}sh -c \"{engine}\" & echo $$ > {tmp_path}/server; sleep 303; sleep 304"
+    (tmp_path / "server.sh").write_text(server)
+    stand_in(tmp_path, f"(setsid sh {tmp_path}/server.sh &)\nsleep 305\n")
+    run = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=HERE.root)
+    started = [appears(tmp_path / name) for name in ("server", "engine")]
+    assert all(Path(f"/proc/{pid}").exists() for pid in started)
+    run.send_signal(number)
+    assert run.wait(timeout=60) == 1
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps Python files of a git tree from being imported, or names from being found.
+
+A rebase can leave such a mistake in one patch and mend it in another; and a stack can
+use a name of another one that it does not stand on.
+"""
+
+import ast
+import functools
+
+import git
+from pyflakes import messages
+from pyflakes.checker import Checker
+
+_UNDEFINED = messages.UndefinedName, messages.UndefinedLocal, messages.UndefinedExport
+
+
+class Mistakes:
+    """Finds the mistakes that commits make over a base commit."""
+
+    def __init__(self, repository: git.Git, base: str) -> None:
+        self.repository = repository
+        self.base = base
+        self._paths = functools.cache(self._list)
+        self._defined = functools.cache(_defined)
+
+    def of(self, commit: str, paths: list[str]) -> list[str]:
+        """What is wrong with those files of a commit, a line each."""
+        found = []
+        for path in paths:
+            if path.endswith(".py") and self.has(commit, path):
+                found += undefined(self.show(commit, path), path) or [
+                    f"{path}:{line}: {module} has no {name}" if name
+                    else f"{path}:{line}: there is no module {module}"
+                    for module, name, line in self.unknown(commit, path)
+                ]  # fmt: skip
+        return found
+
+    def unknown(self, commit: str, path: str) -> list[tuple[str, str, int]]:
+        """Imports from vLLM of what the commit's tree does not have.
+
+        Those that the base has too are left out: some modules are made by the build.
+
+        Returns:
+            module, name (or "") and line of each.
+        """
+        source = self.show(commit, path)
+        known = self.has(self.base, path)
+        before = imports(self.show(self.base, path)) if known else {}
+        return [
+            (module, name if self._has(commit, module, "") else "", line)
+            for (module, name), line in imports(source).items()
+            if (module, name) not in before and not self._has(commit, module, name)
+        ]
+
+    def _has(self, commit: str, module: str, name: str) -> bool:
+        paths = self._paths(commit)
+        stem = module.replace(".", "/")
+        file = next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in paths), "")
+        if not name or not file:
+            return bool(file) or any(path.startswith(f"{stem}/") for path in paths)
+        if f"{stem}/{name}.py" in paths or f"{stem}/{name}/__init__.py" in paths:
+            return True
+        names = self._defined(self.show(commit, file))
+        return name in names or not names.isdisjoint({"*", "__getattr__"})
+
+    def has(self, commit: str, path: str) -> bool:
+        """Whether a commit has a file."""
+        return path in self._paths(commit)
+
+    def _list(self, commit: str) -> frozenset[str]:
+        listed = self.repository.ls_tree("-r", "--name-only", commit)
+        return frozenset(listed.splitlines())
+
+    def show(self, commit: str, path: str) -> str:
+        return self.repository.show(f"{commit}:{path}")
+
+
+def undefined(source: str, path: str) -> list[str]:
+    """A syntax error, or names that are nowhere defined."""
+    try:
+        tree = ast.parse(source, path)
+    except SyntaxError as error:
+        return [f"{path}:{error.lineno}: {error.msg}"]
+    lines = source.splitlines()
+    return [
+        str(found)
+        for found in Checker(tree, path).messages
+        if isinstance(found, _UNDEFINED) and "noqa" not in lines[found.lineno - 1]
+    ]
+
+
+def imports(source: str) -> dict[tuple[str, str], int]:
+    """What a module imports from vLLM: module and name (or ""), and the line."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return {}
+    found: dict[tuple[str, str], int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            pairs = [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            pairs = [(alias.name, "") for alias in node.names]
+        else:
+            continue
+        for module, name in pairs:
+            if module.split(".")[0] == "vllm":
+                found.setdefault((module, name.replace("*", "")), node.lineno)
+    return found
+
+
+def _defined(source: str) -> frozenset[str]:
+    """Every name that a module may define at its top level, roughly: too many."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return frozenset(found)

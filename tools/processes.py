@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run commands with a log, and leave none of what they started behind."""
+
+import contextlib
+import ctypes
+import datetime
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from tools.common import Checkout
+
+_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_SECONDS_TO_END = 10
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Log:
+    """The full log of one call of ``build.sh``."""
+
+    def __init__(self, checkout: Checkout, verb: str) -> None:
+        folder = checkout.build / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        self.path = folder / f"{moment}-{verb}.log"
+        self.stream = self.path.open("w", buffering=1)
+        for old in sorted(folder.glob("*.log"))[:-20]:
+            old.unlink()
+
+    def run(
+        self,
+        command: list[str],
+        cwd: Path,
+        environment: dict[str, str],
+        show: Callable[[str], None] = lambda line: None,
+    ) -> tuple[int, list[str]]:
+        """Run a command; every line goes to the log and to ``show``.
+
+        Returns:
+            the exit status and the lines.
+        """
+        process = _start(command, cwd, environment, subprocess.PIPE)
+        assert process.stdout is not None
+        return self._follow(process, process.stdout, show)
+
+    @contextlib.contextmanager
+    def beside(
+        self, command: list[str], cwd: Path, environment: dict[str, str]
+    ) -> Iterator[Callable[..., tuple[int, list[str]]]]:
+        """Run a command while the body does something else.
+
+        Yields:
+            what waits for the command; takes ``show`` and returns as ``run`` does.
+        """
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            process = _start(command, cwd, environment, output)
+
+            def wait(show: Callable[[str], None]) -> tuple[int, list[str]]:
+                process.wait()
+                output.seek(0)
+                return self._follow(process, output, show)
+
+            try:
+                yield wait
+            finally:
+                if process.poll() is None:
+                    _end(process)
+
+    def _follow(
+        self,
+        process: subprocess.Popen[str],
+        output: IO[str],
+        show: Callable[[str], None],
+    ) -> tuple[int, list[str]]:
+        self.stream.write(f"\n$ {' '.join(map(str, process.args))}\n")
+        lines = []
+        try:
+            for line in output:
+                self.stream.write(line)
+                lines.append(line.rstrip("\n"))
+                show(line)
+            return process.wait(), lines
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _start(
+    command: list[str], cwd: Path, environment: dict[str, str], output: int | IO[str]
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command and what it started; it gets time to clean up."""
+    # A shell starts background jobs with SIGINT ignored, and so are their children.
+    for number, seconds in ((signal.SIGINT, 5), (signal.SIGTERM, 30)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=seconds)
+            return
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """End whatever the body started and is still there, in a session of its own too.
+
+    What loses its parent becomes a child of this process, so nothing can get away
+    (prctl(2), PR_SET_CHILD_SUBREAPER).
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        handlers = {n: signal.signal(n, signal.SIG_IGN) for n in _INTERRUPTIONS}
+        _end_descendants()
+        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _end_descendants() -> None:
+    deadline = time.monotonic() + _SECONDS_TO_END
+    asked: set[int] = set()
+    # A process that the kernel does not let go is not waited for.
+    while (running := _descendants()) and time.monotonic() < deadline + _SECONDS_TO_END:
+        late = time.monotonic() > deadline
+        for process in running:
+            if late or process not in asked:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL if late else signal.SIGTERM)
+                asked.add(process)
+        time.sleep(0.05)
+
+
+def _descendants() -> list[int]:
+    """Running processes below this one; those that have ended are reaped."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] != "Z":
+                children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = [os.getpid()]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]

@@ -8,7 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
+
+from compare.texts import Tally, open_texts, stream_windows
+from compare.windows import calls, cut, first_positions, windows_of
 
 LENGTHS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 40]
 SHAPES = [(2, 1), (2, 2), (3, 2), (8, 1), (8, 3), (8, 4), (8, 7), (8, 8), (64, 5)]
@@ -34,25 +38,30 @@ def labels_as_hugging_face_makes_them(length: int, context: int, stride: int) ->
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("context", "stride"), SHAPES)
 def test_the_same_tokens_count_as_in_hugging_faces_loop(length, context, stride):
-    from score_perplexity import sliding_windows
-
     expected = [
         window
         for window in labels_as_hugging_face_makes_them(length, context, stride)
         if window[2]
     ]
     got = [
-        (begin, end, list(range(end - scored, end)))
-        for begin, end, scored in sliding_windows(length, context, stride)
+        (ids[0], ids[-1] + 1, ids[len(ids) - scored :])
+        for ids, scored in cut([*range(length)], context, stride)
     ]
     assert got == expected
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("piece", [1, 3, 8, 100])
+def test_a_text_in_pieces_has_the_windows_of_the_whole(length, piece):
+    ids = [*range(length)]
+    for context, stride in SHAPES:
+        pieces = [ids[i : i + piece] for i in range(0, length, piece)]
+        assert [*windows_of(pieces, context, stride)] == cut(ids, context, stride)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("context", "stride"), SHAPES)
 def test_every_token_but_the_first_counts_once(length, context, stride):
-    from score_perplexity import cut
-
     windows = cut(list(range(length)), context, stride)
     counted = [i for ids, scored in windows for i in ids[len(ids) - scored :]]
     holes = set(range(0, length, stride)) if stride == context else {0}
@@ -64,8 +73,6 @@ def test_every_token_but_the_first_counts_once(length, context, stride):
 
 @pytest.mark.parametrize("positions", [0, 1, 6, 7, 8, 12, 1000])
 def test_first_positions(positions):
-    from score_perplexity import cut, first_positions
-
     windows = cut(list(range(30)), 8, 4)
     few = first_positions(windows, positions)
     counted = [i for ids, scored in few for i in ids[len(ids) - scored :]]
@@ -74,16 +81,14 @@ def test_first_positions(positions):
         assert short.token_ids == whole.token_ids[: len(short.token_ids)]
 
 
-def test_calls_hold_all_windows_in_order(monkeypatch):
-    import score_perplexity
-    from score_perplexity import calls, cut
-
+def test_calls_hold_all_windows_in_order():
     windows = cut(list(range(100)), 8, 4)
     assert list(calls(windows)) == [windows]
-    monkeypatch.setattr(score_perplexity, "TOKENS_PER_CALL", 20)
-    split = list(calls(windows))
+    split = list(calls(windows, 20))
     assert [window for call in split for window in call] == windows
     assert all(sum(len(w.token_ids) for w in call) <= 20 for call in split)
+    assert list(calls(windows, 1)) == [[window] for window in windows]
+    assert list(calls([])) == []
 
 
 @pytest.mark.parametrize(
@@ -107,30 +112,31 @@ def test_impossible_options_are_refused(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
-def test_a_dataset_is_one_text(tmp_path):
-    from score_perplexity import parse_args, read_texts
+def read(*arguments) -> list[str]:
+    """The texts that the arguments name, each as a whole."""
+    from score_perplexity import parse_args
 
-    rows = [{"passage": f"row {n}"} for n in range(5)]
+    return ["".join(text) for text in open_texts(parse_args([*map(str, arguments)]))()]
+
+
+def test_a_dataset_is_one_text(tmp_path):
+    rows = [{"passage": f"row {n}"} for n in range(2500)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "test.jsonl").write_text(lines)
-    arguments = ["--dataset", str(tmp_path), "--text-column", "passage"]
-    assert read_texts(parse_args([*arguments, "--num-samples", "3"])) == [
-        "row 0\n\nrow 1\n\nrow 2"
-    ]
-    assert len(read_texts(parse_args(arguments))[0].split("\n\n")) == 5
+    arguments = ["--dataset", tmp_path, "--text-column", "passage"]
+    assert read(*arguments, "--num-samples", "3") == ["row 0\n\nrow 1\n\nrow 2"]
+    assert read(*arguments) == ["\n\n".join(row["passage"] for row in rows)]
 
 
 def test_a_text_is_scored_as_it_is(tmp_path):
-    from score_perplexity import parse_args, read_texts
-
     path = tmp_path / "text.txt"
     path.write_bytes("é\r\n\n".encode())
-    assert read_texts(parse_args(["--text", str(path)])) == ["é\r\n\n"]
+    assert read("--text", path) == ["é\r\n\n"]
     path.write_bytes("é".encode("latin-1"))
     with pytest.raises(SystemExit, match="nowhere.txt: No such file"):
-        read_texts(parse_args(["--text", str(tmp_path / "nowhere.txt")]))
+        read("--text", tmp_path / "nowhere.txt")
     with pytest.raises(SystemExit, match="text.txt is not UTF-8"):
-        read_texts(parse_args(["--text", str(path)]))
+        read("--text", path)
 
 
 @pytest.mark.parametrize(
@@ -144,13 +150,10 @@ def test_a_text_is_scored_as_it_is(tmp_path):
     ],
 )
 def test_texts_that_are_not_there_are_refused(wrong, tmp_path):
-    from score_perplexity import parse_args, read_texts
-
     (tmp_path / "test.jsonl").write_text('{"text": "a"}\n')
     given = [] if wrong[0] in ("--held-out", "--dataset") else ["--dataset", tmp_path]
-    args = parse_args([*map(str, given), *wrong])
     with pytest.raises(SystemExit, match=f"error: .*{' '.join(wrong)}"):
-        read_texts(args)
+        read(*given, *wrong)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +178,8 @@ def test_an_engine_that_does_not_start_says_why(wrong, said, monkeypatch):
 
 def test_tokenizers_that_know_no_verbose():
     """As Mistral's own, which is none of Transformers'."""
-    from score_perplexity import tokenize
-
     tokenizer = SimpleNamespace(encode=lambda text: [*text.encode()])
-    llm = SimpleNamespace(get_tokenizer=lambda: tokenizer)
-    assert tokenize(llm, ["ab", "cd"], 3) == [[97, 98], [99]]
+    tally = Tally()
+    windows = stream_windows(tokenizer, [["ab"], ["c", "d"], ["e"]], 8, 8, 4, tally)
+    assert [ids for ids, _ in windows] == [[97, 98], [99, 100]]
+    assert (tally.texts, tally.tokens) == (2, 4)

@@ -17,7 +17,8 @@ from scoring import FLOAT32_TOLERANCE, LOGIT_ERROR
 from tiny_models import CONFIGS, make_tokenizer, save_model
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 VOCABULARY = CONFIGS["llama"].vocab_size
 TOP_KS = (1, 8, 64, VOCABULARY)
@@ -62,7 +63,7 @@ def noisy_folder(model_folder, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def windows() -> list:
-    from score_perplexity import cut
+    from compare.windows import cut
 
     return cut(make_tokenizer()(TEXT)["input_ids"], CONTEXT, STRIDE)
 
@@ -84,7 +85,7 @@ def engines(runner, model_folder, noisy_folder):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    options = OPTIONS | {"max_model_len": CONTEXT + 1, "max_logprobs": VOCABULARY + 1}
+    options = OPTIONS | {"max_model_len": CONTEXT, "max_logprobs": VOCABULARY + 1}
     options["enable_prefix_caching"] = False
     return [
         LLM(str(folder), **options) for folder in (model_folder("llama"), noisy_folder)
@@ -93,14 +94,14 @@ def engines(runner, model_folder, noisy_folder):
 
 @pytest.fixture(scope="module")
 def references(engines, windows) -> dict:
-    from score_kld import make_reference
+    from compare.reference import make_reference
 
     return {k: make_reference(engines[0], windows, k, SAMPLES) for k in TOP_KS}
 
 
 @pytest.fixture(scope="module")
 def results(engines, references) -> dict:
-    from score_kld import compare_with
+    from compare.reference import compare_with
 
     return {k: compare_with(engines[1], ref) for k, ref in references.items()}
 
@@ -202,7 +203,7 @@ def test_perplexities_and_top_tokens(references, results, truth, windows, top_k)
 
 
 def test_a_model_does_not_diverge_from_itself(engines, references):
-    from score_kld import compare_with
+    from compare.reference import compare_with
 
     for reference in references.values():
         result = compare_with(engines[0], reference)
@@ -306,8 +307,8 @@ def test_another_vocabulary_is_refused(
 
 
 def test_a_damaged_or_foreign_file_is_refused(reference_file, tmp_path, refuse):
+    from compare.files import ReferenceFile
     from safetensors.numpy import load_file, save_file
-    from score_kld import read_reference
 
     damaged = tmp_path / "damaged"
     damaged.write_bytes(reference_file.read_bytes()[:-100])
@@ -319,7 +320,7 @@ def test_a_damaged_or_foreign_file_is_refused(reference_file, tmp_path, refuse):
     assert "no reference file" in refuse("compare", "--reference", foreign)
     changed = tmp_path / "changed"
     tensors["token_ids"][3] += 1
-    metadata = read_reference(reference_file).metadata
+    metadata = ReferenceFile(reference_file).metadata
     save_file(tensors, changed, metadata=metadata)
     assert "fingerprint" in refuse("compare", "--reference", changed)
 
@@ -365,7 +366,7 @@ def test_impossible_requests_are_refused(
 
 
 def test_no_rounding_makes_a_divergence_negative_or_nan():
-    from score_kld import divergence, tail_mass
+    from compare.divergence import divergence, tail_mass
 
     rng = np.random.default_rng(0)
     for scale in (1, 30, 300):
@@ -382,7 +383,7 @@ def test_no_rounding_makes_a_divergence_negative_or_nan():
 
 
 def test_draws_from_the_tail_are_uniform_and_outside_the_candidates():
-    from score_kld import draw_from_tail
+    from compare.reference import draw_from_tail
 
     top = np.array([[0, 3, 9], [7, 6, 5]])
     drawn = draw_from_tail(np.random.default_rng(0), top, 10, 7000)

@@ -177,16 +177,20 @@ class ReferenceFile:
         self._check_tokens()
         self.positions = int(self.windows[:, 1].sum())
         self.context = int(self.windows[:, 0].max())
-        self.named = sum(
+        widths = [
             self._file.get_slice(name).get_shape()[1]
             for name in ("candidates", "tail_samples")
-        )
+        ]
+        self.top_k = widths[0]
+        self.named = sum(widths)  # tokens a position
 
     def _check_tokens(self) -> None:
         digest = hashlib.sha256(self.windows.astype("<i8").tobytes())
         ids = self._file.get_slice("token_ids")
-        for begin in range(0, ids.get_shape()[0], COPY_BYTES):
-            digest.update(ids[begin : begin + COPY_BYTES].astype("<i8").tobytes())
+        length = ids.get_shape()[0]
+        for begin in range(0, length, COPY_BYTES):
+            few = ids[begin : min(begin + COPY_BYTES, length)]
+            digest.update(few.astype("<i8").tobytes())
         if digest.hexdigest() != self.metadata["text_sha256"]:
             raise Refused(
                 f"{self._path} is damaged: its tokens are not those of its fingerprint"
@@ -210,3 +214,7 @@ class ReferenceFile:
 
     def _rows(self, name: str, begin: int, count: int) -> np.ndarray:
         return self._file.get_slice(name)[begin : begin + count]
+
+    def tail_mass(self) -> float:
+        """Mean probability of all tokens but the candidates."""
+        return float(self._file.get_tensor("tail_mass").mean())

@@ -11,6 +11,7 @@ import argparse
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -213,27 +214,39 @@ def find_cut(encoder: Encoder, text: str) -> int:
     return 0
 
 
+@dataclass
+class Tally:
+    texts: int = 0  # that have tokens
+    tokens: int = 0
+
+
 def stream_windows(
     tokenizer: Any,
     texts: Iterable[Iterable[str]],
     context: int,
     stride: int,
     limit: int | None = None,
+    tally: Tally | None = None,
 ) -> Iterator[Window]:
-    """Windows of all texts, of at most `limit` tokens."""
+    """Windows of all texts, of at most `limit` tokens, which `tally` counts."""
     encoder = Encoder(tokenizer)
     left = limit or sys.maxsize
+    tally = tally or Tally()
 
     def limited(pieces: Iterable[list[int]]) -> Iterator[list[int]]:
         nonlocal left
         for piece in pieces:
-            yield piece[:left]
-            left -= len(piece[:left])
+            few = piece[:left]
+            yield few
+            left -= len(few)
+            tally.tokens += len(few)
             if not left:
                 return
 
     for chunks in texts:
+        before = tally.tokens
         yield from windows_of(limited(encode_stream(encoder, chunks)), context, stride)
+        tally.texts += tally.tokens > before
         if not left:
             return
 

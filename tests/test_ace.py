@@ -1,34 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/applications/ace` without a model: the playbook, what is read of replies, the journal,
-and the client and the loop against a server that fails on purpose."""
+"""`examples/applications/ace` without a model: the playbook, what is read of replies,
+the journal, and the client and the loop against a server that fails on purpose."""
 
 import hashlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import runners
-from live_server import LoopbackServer
+from failing_server import SLOW, FailingServer
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "applications"
-sys.path.insert(0, str(EXAMPLES))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 
-from ace import ClientError, Completion, LLMClient, Playbook, Sampling, ServerGone
+from ace import ClientError, Completion, LLMClient, Playbook, Sampling
 from ace import __main__ as program
 from ace import bench, make_samples, prompts
 from ace.client import REFERENCE_MODEL, TEMPLATE, is_continued
-from ace.journal import Journal, JournalError
 from ace.playbook import (
     Add,
     Bullet,
@@ -39,54 +34,12 @@ from ace.playbook import (
     read_operations,
     read_reflection,
 )
+from ace.replies import Replies
 from ace.settings import RunSettings
+from common import Journal, JournalError
 
-SLOW = 1.0  # seconds; a slow answer takes twice as long as the client waits
 SAMPLES = 12
 HELLO = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
-
-
-class FailingServer:
-    """An OpenAI-compatible server, except for faults that are ordered. What it says is
-    a function of the prompt."""
-
-    def __init__(self):
-        self.faults: list[str | None] = []
-        self.asked: list[dict] = []  # bodies of the requests answered well
-        self.key: str | None = None  # whose requests these are; anyone's
-        self.owner = "vllm"
-        self.root: str | None = None  # folder or hub name of the model, if it tells
-        self.got: list[str] = []  # paths
-        self.retry_after: str | None = None  # header of a 429
-        self.pause = 0.0  # seconds before each answer
-        self.says = says
-        self.lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"owner": self})
-        self.http = LoopbackServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-
-    def complete(self, body: dict) -> dict:
-        text = self.says(body["messages"])
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": "stop",
-            "logprobs": None,
-        }
-        if body.get("return_token_ids"):
-            choice["token_ids"] = [ord(c) for c in text]
-        return {
-            "id": "1",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "m",
-            "choices": [choice],
-        }
 
 
 def says(messages: list[dict]) -> str:
@@ -107,80 +60,11 @@ def says(messages: list[dict]) -> str:
     return "Hello"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    owner: FailingServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def reply(
-        self, status: int, text: str, kind="application/json", cut=0, headers=()
-    ) -> None:
-        data = text.encode()
-        self.send_response(status)
-        for header in headers:
-            self.send_header(*header)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data[: len(data) - cut])
-        if cut:
-            self.close_connection = True
-
-    def do_GET(self) -> None:
-        self.owner.got.append(self.path)
-        card = {"id": "m", "object": "model", "created": 0}
-        card |= {"owned_by": self.owner.owner, "root": self.owner.root}
-        self.reply(200, json.dumps({"object": "list", "data": [card]}))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.owner.lock:
-            fault = self.owner.faults.pop(0) if self.owner.faults else None
-        answer = json.dumps(self.owner.complete(body))
-        if fault == "500":
-            self.reply(500, '{"error": {"message": "out of luck"}}')
-        elif fault == "429":
-            after = self.owner.retry_after
-            headers = [("Retry-After", after)] if after else []
-            self.reply(429, "{}", headers=headers)
-        elif fault == "400":
-            self.reply(400, '{"error": {"message": "prompt: too long"}}')
-        elif fault == "no system role":
-            self.reply(400, '{"error": {"message": "System role not supported"}}')
-        elif fault == "half an answer":
-            self.reply(200, answer, cut=len(answer) // 2)
-        elif fault == "cut JSON":
-            self.reply(200, answer[: len(answer) // 2])
-        elif fault == "no choice":
-            self.reply(200, json.dumps(json.loads(answer) | {"choices": []}))
-        elif fault == "no message":
-            self.reply(200, answer.replace('"message":', '"other":'))
-        elif fault == "no reason to end":
-            self.reply(200, answer.replace('"finish_reason":', '"other":'))
-        elif fault == "wrong content type":
-            self.reply(200, "<html>hello</html>", "text/html")
-        elif fault == "gone":
-            self.close_connection = True
-        else:
-            time.sleep(2 * SLOW if fault == "slow" else self.owner.pause)
-            if fault != "slow":
-                key = self.headers["Authorization"].removeprefix("Bearer ")
-                if self.owner.key in (None, key):
-                    with self.owner.lock:
-                        self.owner.asked.append(body)
-            try:
-                self.reply(200, answer)
-            except OSError:
-                assert fault == "slow" or self.owner.pause  # the client did not wait
-
-
 @pytest.fixture
 def server():
-    server = FailingServer()
-    yield server
-    server.close()
+    with FailingServer() as server:
+        server.says = says
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +112,7 @@ def whole(server, samples, tmp_path) -> Path:
     """Folder of a run that nothing disturbs."""
     output = tmp_path / "whole"
     program.run(settings(server, samples, output))
-    server.asked.clear()
+    server.bodies.clear()
     return output
 
 
@@ -628,7 +512,7 @@ def test_retries_are_counted(server):
     with LLMClient("openai", base_url=server.url + "/v1/") as client:
         server.faults = ["500", "wrong content type", "gone"]
         [found] = client.chat([HELLO], Sampling())
-        assert client.retries == 3 and len(server.asked) == 1
+        assert client.retries == 3 and len(server.bodies) == 1
         assert found.token_ids == [ord(c) for c in found.text]
 
 
@@ -645,50 +529,13 @@ def test_the_path_of_an_address(server, given, asked):
         assert server.got == [asked]
 
 
-def test_a_pause_that_the_server_wants_in_seconds(server):
-    server.retry_after = "1"
-    with LLMClient("openai", base_url=server.url) as client:
-        server.faults = ["429"]
-        begin = time.monotonic()
-        client.chat([HELLO], Sampling())
-        assert time.monotonic() - begin >= 1 and client.retries == 1
-
-
-def test_a_pause_that_the_server_wants_until_a_date(server):
-    until = int(time.time()) + 3
-    server.retry_after = formatdate(until, usegmt=True)
-    with LLMClient("openai", base_url=server.url) as client:
-        server.faults = ["429"]
-        client.chat([HELLO], Sampling())
-        assert time.time() >= until and client.retries == 1
-
-
-@pytest.mark.parametrize("value", ["soon", formatdate(0, usegmt=True), "-1"])
-def test_a_pause_that_says_nothing(server, value):
-    server.retry_after = value
-    with LLMClient("openai", base_url=server.url, patience=30) as client:
-        server.faults = ["429"]
-        client.chat([HELLO], Sampling())
-        assert client.retries == 1
-
-
-def test_a_pause_longer_than_we_wait(server):
-    """Ends at once."""
-    server.retry_after = "3600"
-    with LLMClient("openai", base_url=server.url, patience=600) as client:
-        server.faults = ["429"] * 9
-        with pytest.raises(ServerGone, match="3600 s of pause, .* --patience 600"):
-            client.chat([HELLO], Sampling())
-        assert client.retries == 0 and len(server.faults) == 8
-
-
 @pytest.mark.parametrize("omitted", [False, True])
 def test_a_model_that_thinks_until_its_tokens_are_used_up(server, omitted):
     """Says nothing, which is an answer."""
-    complete = server.complete
+    chat = server.chat
 
     def think(body):
-        answer = complete(body)
+        answer = chat(body)
         (choice,) = answer["choices"]
         choice["message"] |= {"content": None, "reasoning_content": "Hm."}
         choice["finish_reason"] = "length"
@@ -696,11 +543,11 @@ def test_a_model_that_thinks_until_its_tokens_are_used_up(server, omitted):
             del choice["message"]["content"]
         return answer
 
-    server.complete = think
+    server.chat = think
     with LLMClient("openai", base_url=server.url, patience=0) as client:
         [found] = client.chat([HELLO], Sampling())
     assert (found.text, found.finish_reason) == ("", "length")
-    assert len(server.asked) == 1
+    assert len(server.bodies) == 1
 
 
 def test_without_a_system_role(server):
@@ -711,7 +558,7 @@ def test_without_a_system_role(server):
         server.says = lambda messages: "Hello"
         client.chat([[*asked, begun], HELLO[1:]], Sampling())
     joined = {"role": "user", "content": "Be kind.\n\nhello"}
-    messages = [body["messages"] for body in server.asked]
+    messages = [body["messages"] for body in server.bodies]
     assert sorted(messages, key=len) == [HELLO[1:], [joined, begun]]
 
 
@@ -747,28 +594,29 @@ def test_two_clients_at_once(server):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and len(server.asked) == 2 * 5 * 30
+    assert not wrong and len(server.bodies) == 2 * 5 * 30
 
 
 def test_no_more_requests_than_allowed_are_under_way(server):
-    server.pause = 0.02
+    """And no fewer: each answer waits for two others."""
     under_way, most = 0, 0
-    complete = server.complete
+    chat = server.chat
+    three = threading.Barrier(3)
 
     def count(body):
         nonlocal under_way, most
         with server.lock:
             under_way += 1
             most = max(most, under_way)
-        time.sleep(0.02)
+        three.wait(60)
         with server.lock:
             under_way -= 1
-        return complete(body)
+        return chat(body)
 
-    server.complete = count
+    server.chat = count
     with LLMClient("openai", base_url=server.url, concurrency=3) as client:
         client.chat([HELLO] * 12, Sampling())
-    assert 1 < most <= 3
+    assert most == 3
 
 
 def test_settings_reach_the_server(server):
@@ -778,7 +626,7 @@ def test_settings_reach_the_server(server):
     begun = [*HELLO, {"role": "assistant", "content": "Well"}]
     with LLMClient("openai", base_url=server.url) as client:
         client.chat([begun], sampling)
-    (body,) = server.asked
+    (body,) = server.bodies
     expected = {
         "model": "m",
         "messages": begun,
@@ -804,7 +652,7 @@ def test_a_server_that_is_not_vllm(server):
             begun = [{"role": "assistant", "content": "Well"}] if not options else []
             with pytest.raises(ClientError, match=message):
                 client.chat([HELLO + begun], Sampling(**options))
-    (body,) = server.asked
+    (body,) = server.bodies
     assert set(body) == {"model", "messages", "max_tokens", "temperature", "top_p"}
 
 
@@ -834,41 +682,7 @@ def test_a_refusal_is_shown_and_not_repeated(server, samples, tmp_path, capsys):
     assert "refuses: 400: " in shown and "prompt: too long" in shown
     assert "the same command goes on" in shown
     # Not repeated: one refused, and maybe one more that was on its way.
-    assert len(server.faults) >= SAMPLES - 2 and not server.asked
-
-
-def test_patience_ends(server):
-    with LLMClient("openai", base_url=server.url, patience=1) as client:
-        server.faults = ["500"] * 100
-        begin = time.monotonic()
-        with pytest.raises(ServerGone, match="no good answer for 1 s .*out of luck"):
-            client.chat([HELLO], Sampling())
-        assert time.monotonic() - begin < 30
-
-
-@pytest.mark.parametrize("patience", [0.3, 2])
-def test_patience_begins_with_the_first_failure(patience):
-    """However long that took: a server that never answers is asked again."""
-    connections = []
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-
-        def accept() -> None:
-            try:
-                while True:
-                    connections.append(silent.accept()[0])
-            except OSError:  # closed
-                pass
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ServerGone, match=f"no good answer for {patience:g} s"):
-            LLMClient("openai", base_url=url, timeout=0.3, patience=patience)
-        silent.shutdown(socket.SHUT_RDWR)
-        thread.join()
-    for connection in connections:
-        connection.close()
-    assert len(connections) > 1
+    assert len(server.faults) >= SAMPLES - 2 and not server.bodies
 
 
 def command(url: str, samples: Path, output: Path, *options: str) -> list[str]:
@@ -1001,11 +815,11 @@ def test_replies_that_are_no_json(server, samples, tmp_path):
 
 @pytest.mark.parametrize("stop", [1, 10, 15, 24, 40])
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
-    server, samples, whole, tmp_path, stop, monkeypatch
+    server, samples, whole, tmp_path, stop, monkeypatch, capsys
 ):
     """Ctrl-C in the middle of any phase: what was said is not asked for again."""
     output = tmp_path / "parts"
-    append = Journal.append
+    append = Replies.append
 
     def interrupt(self, *args):
         reply = append(self, *args)
@@ -1016,26 +830,27 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     arguments = command(server.url, samples, output, "--rounds=2", "--stop-after=0")
     arguments.append("--concurrency=1")
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "append", interrupt)
+        patch.setattr(Replies, "append", interrupt)
         with pytest.raises(SystemExit) as error:
             program.main(arguments)
     assert error.value.code == 130 and len(journal(output)) == stop
+    assert "interrupted. Nothing is lost" in capsys.readouterr().err
     # A request that was under way may yet be answered, and is not of the second run.
     server.key = "of the second run"
-    server.asked.clear()
+    server.bodies.clear()
     program.main([*arguments, f"--api-key={server.key}"])
     assert journal(output) == journal(whole)
     assert playbook(output) == playbook(whole)
-    assert len(server.asked) == len(journal(whole)) - stop
+    assert len(server.bodies) == len(journal(whole)) - stop
 
 
 def test_ctrl_c(server, samples, whole, tmp_path):
     """The signal, to the program as it is run."""
-    server.pause = 0.05
+    server.hold_after = 16
     output = tmp_path / "parts"
     arguments = command(server.url, samples, output, "--rounds=2", "--stop-after=0")
-    program_and_arguments = [sys.executable, str(EXAMPLES / "ace"), *arguments]
-    program_and_arguments.append("--concurrency=2")
+    program_and_arguments = [sys.executable, str(EXAMPLES / "applications" / "ace")]
+    program_and_arguments += [*arguments, "--concurrency=2"]
 
     def start() -> subprocess.Popen:
         # What was started in the background ignores Ctrl-C, and so would its children.
@@ -1051,16 +866,17 @@ def test_ctrl_c(server, samples, whole, tmp_path):
         return process
 
     process = start()
-    path = output / "journal.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < 16:
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.01)
+    assert server.holding.wait(60)
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "Nothing is lost" in shown
-    assert "Traceback" not in shown
+    (line,) = [line for line in shown.splitlines() if "interrupted" in line]
+    assert "the same command goes on" in line and "Traceback" not in shown
     kept = journal(output)
-    assert 15 <= len(kept) < len(journal(whole))
+    # All but what had been answered and not been read yet.
+    assert 12 <= len(kept) <= 16 < len(journal(whole))
+    server.hold_after = None
+    server.go.set()
     process = start()
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == 0, shown
@@ -1073,7 +889,7 @@ def test_more_rounds(server, samples, whole):
     """A run that is done goes on where it ended."""
     before = journal(whole)
     report = program.run(settings(server, samples, whole, rounds=3))
-    assert report.kept == len(before) and report.asked == len(server.asked) > 0
+    assert report.kept == len(before) and report.asked == len(server.bodies) > 0
     assert [r.number for r in report.rounds] == [0, 1, 2, 3]
     assert [line for line in journal(whole) if line in before] == before
 
@@ -1084,7 +900,7 @@ def test_a_line_that_was_cut(server, samples, whole):
     expected = journal(whole)
     path.write_bytes(content[:-5])
     program.run(settings(server, samples, whole))
-    assert journal(whole) == expected and len(server.asked) == 1
+    assert journal(whole) == expected and len(server.bodies) == 1
 
 
 def test_another_run(server, samples, whole):
@@ -1124,15 +940,15 @@ def test_another_chat_template(tmp_path):
         path.unlink(missing_ok=True)
         for template in (first, second):
             with Journal(path) as journal:
-                journal.begin({"model": "m", "chat_template": template})
+                Replies(journal, {"model": "m", "chat_template": template})
     path.unlink()
     with Journal(path) as journal:
-        journal.begin({"model": "m", "chat_template": "a"})
+        Replies(journal, {"model": "m", "chat_template": "a"})
         with pytest.raises(JournalError, match="differs in chat_template"):
-            journal.begin({"model": "m", "chat_template": "b"})
+            Replies(journal, {"model": "m", "chat_template": "b"})
     path.write_text('{"model": null}\n')  # as it once was
     with Journal(path) as journal, pytest.raises(JournalError, match="chat_template"):
-        journal.begin({"model": "m", "chat_template": None})
+        Replies(journal, {"model": "m", "chat_template": None})
 
 
 def test_restart_waits_for_the_server(server, samples, whole, capsys):
@@ -1158,9 +974,9 @@ def test_a_restart_that_is_stopped(server, samples, whole, capsys):
     assert "the same command without --restart goes on" in shown
     kept = len(journal(whole))
     assert kept >= 5
-    server.asked.clear()
+    server.bodies.clear()
     program.main(arguments)
-    assert journal(whole) == expected and len(server.asked) == len(expected) - kept
+    assert journal(whole) == expected and len(server.bodies) == len(expected) - kept
 
 
 def test_two_runs_in_one_folder(server, samples, whole):
@@ -1178,6 +994,7 @@ def test_two_runs_in_one_folder(server, samples, whole):
         "5\n",
         "null\n",
         '{"a": 1}\n[]\n',
+        '{"a": 1}\n{}\n{"rou',
         '{"b": 1}\n{"rou',
         '{"b": 1}',
         "no line",
@@ -1189,7 +1006,7 @@ def test_no_journal(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_text(content)
     with Journal(path) as journal, pytest.raises(JournalError, match=str(path)):
-        journal.begin({"a": 1})
+        Replies(journal, {"a": 1})
     assert path.read_text() == content
 
 
@@ -1198,7 +1015,7 @@ def test_a_journal_that_has_just_begun(tmp_path, content):
     path = tmp_path / "journal.jsonl"
     path.write_text(content)
     with Journal(path) as journal:
-        journal.begin({"a": 1})
+        Replies(journal, {"a": 1})
     assert path.read_text() == '{"a": 1}\n'
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import runners
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "applications"
-sys.path.insert(0, str(EXAMPLES))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 
 from ace import ClientError, LLMClient, Playbook, Sampling
 from ace import __main__ as program
@@ -248,7 +248,7 @@ def command(server, output: Path, *options: str) -> list[str]:
     options = ("--rounds=1", *limits, *options)
     if server:
         options += ("--provider=openai", f"--base-url={server.url}")
-    return [sys.executable, str(EXAMPLES / "ace"), "run", *options]
+    return [sys.executable, str(EXAMPLES / "applications" / "ace"), "run", *options]
 
 
 class Command:

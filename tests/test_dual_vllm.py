@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics, the draw and the journal of `examples/applications/dual_vllm`, without a server.
+"""The mathematics, the draw and the journal of `examples/applications/dual_vllm`,
+without a model.
 
 The oracle knows the whole vocabulary, and finds alpha with a minimizer.
 """
@@ -10,36 +11,27 @@ import math
 import os
 import re
 import sys
-import time
 from collections import deque
 from contextlib import contextmanager
-from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from failing_server import FailingServer, Reply
 from scipy import stats
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, logsumexp, softmax
 from tokenizers import Tokenizer, decoders, models
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "applications"
-sys.path.insert(0, str(EXAMPLES))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 
-from dual_vllm import (
-    CoordinatorConfig,
-    DualVLLMCoordinator,
-    ServerError,
-    ServerUnavailable,
-    tilted,
-)
+from common import Journal, JournalError, Model
+from dual_vllm import ClientError, CoordinatorConfig, DualVLLMCoordinator, drawn, tilted
 from dual_vllm import __main__ as program
 from dual_vllm.coordinator import LOG_ZERO, GenerationOutput, Sample, end_ids
-from dual_vllm.journal import Journal, JournalError
 from dual_vllm.launch import (
     REFERENCE_MODEL,
     LaunchError,
@@ -48,7 +40,7 @@ from dual_vllm.launch import (
     share_cores,
 )
 from dual_vllm.replay import record, replay
-from dual_vllm.server import Answer, Model, Server, TopK
+from dual_vllm.server import Answer, Server, TopK
 
 VOCABULARY = 300
 ROUNDING = 1e-5
@@ -137,8 +129,8 @@ def test_bounds_hold(k):
         bound = tilted.bounds(known, alpha)
         left_out = np.zeros(VOCABULARY)
         left_out[ids] = tilted.tilt(known[:, :-1], alpha)[0]
-        drawn = tilted.tilt(logprobs, alpha)[0]
-        for found in (left_out, drawn):
+        of_all = tilted.tilt(logprobs, alpha)[0]
+        for found in (left_out, of_all):
             assert abs(found - q).sum() / 2 <= bound.total_variation + ROUNDING
         estimate = -tilted.estimate_log_z(known, alpha)
         assert abs(estimate - kl) <= bound.kl + ROUNDING
@@ -377,7 +369,7 @@ def test_end_of_sequence_of_a_model_elsewhere(caplog):
 )
 def test_broken_generation_config(folder, content):
     path = folder("model", content)
-    with pytest.raises(ServerError, match=f"generation_config.json of '{path}'"):
+    with pytest.raises(ClientError, match=f"generation_config.json of '{path}'"):
         end_ids(path)
 
 
@@ -427,9 +419,9 @@ def journal_path(tmp_path) -> Path:
     dual = offline(top_k=20)
     samples = make_samples()
     with Journal(path) as journal:
-        assert len(journal.resume({"seed": 0}, MODELS, samples)) == 2
+        assert len(drawn.resume(journal, {"seed": 0}, MODELS, samples)) == 2
         for sample, count in zip(samples, (2, 1)):
-            journal.append([draw_step(dual, sample) for _ in range(count)])
+            drawn.append(journal, [draw_step(dual, sample) for _ in range(count)])
     return path
 
 
@@ -455,7 +447,7 @@ def test_journal_goes_on(journal_path):
     samples = make_samples()
     with Journal(journal_path) as journal:
         again = [model._replace(max_model_len=200) for model in MODELS]
-        assert journal.resume({"seed": 0}, again, samples) == deque(samples[1:])
+        assert drawn.resume(journal, {"seed": 0}, again, samples) == deque(samples[1:])
     assert [len(s.output.token_ids) for s in samples] == [2, 1]
     assert [s.output.finish_reason for s in samples] == ["length", None]
     assert samples[0].output.diagnostics[0].entropy_a == 1.5
@@ -467,7 +459,7 @@ def test_journal_drops_a_line_that_was_cut(journal_path):
         journal_path.write_bytes(whole[:-cut])
         samples = make_samples()
         with Journal(journal_path) as journal:
-            journal.resume({"seed": 0}, MODELS, samples)
+            drawn.resume(journal, {"seed": 0}, MODELS, samples)
         assert [len(s.output.token_ids) for s in samples] == [2, 0]
         assert len(journal_path.read_bytes().splitlines()) == 3
 
@@ -481,7 +473,7 @@ def test_journal_of_another_run(journal_path, settings, token, message):
     samples[0].output.prompt_token_ids[1] = token
     before = journal_path.read_bytes()
     with Journal(journal_path) as journal, pytest.raises(JournalError, match=message):
-        journal.resume(settings, MODELS, samples)
+        drawn.resume(journal, settings, MODELS, samples)
     assert journal_path.read_bytes() == before
 
 
@@ -489,9 +481,9 @@ def test_journal_of_another_run(journal_path, settings, token, message):
 def test_journal_of_another_model(journal_path, change):
     before = journal_path.read_bytes()
     models = [MODELS[0], MODELS[1]._replace(**change)]
-    message = "other models"
+    message = "differs in models"
     with Journal(journal_path) as journal, pytest.raises(JournalError, match=message):
-        journal.resume({"seed": 0}, models, make_samples())
+        drawn.resume(journal, {"seed": 0}, models, make_samples())
     assert journal_path.read_bytes() == before
 
 
@@ -501,12 +493,12 @@ def test_journal_whose_header_was_cut(journal_path):
     for cut in (0, 10, len(header) - 1):
         journal_path.write_bytes(header[:cut])
         with Journal(journal_path) as journal:
-            assert len(journal.resume({"seed": 0}, MODELS, make_samples())) == 2
+            assert len(drawn.resume(journal, {"seed": 0}, MODELS, make_samples())) == 2
         assert journal_path.read_bytes() == header
 
 
 def test_journal_in_use(journal_path):
-    with Journal(journal_path), pytest.raises(JournalError, match="in use"):
+    with Journal(journal_path), pytest.raises(JournalError, match="Another run uses"):
         Journal(journal_path).__enter__()
 
 
@@ -518,7 +510,7 @@ def test_no_journal(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_text(content)
     with Journal(path) as journal, pytest.raises(JournalError):
-        journal.resume({"seed": 0}, MODELS, make_samples())
+        drawn.resume(journal, {"seed": 0}, MODELS, make_samples())
     assert path.read_text() == content
 
 
@@ -616,7 +608,7 @@ def test_a_run_goes_on_with_the_same_stop_tokens(sample_all, tmp_path):
         again, duals = sample_all(3, 1, **same)
         assert again == outputs and not duals[0].sizes
     before = (tmp_path / "out").read_bytes()
-    with pytest.raises(JournalError, match="other stop_token_ids:"):
+    with pytest.raises(JournalError, match="differs in stop_token_ids"):
         sample_all(3, 1, stop_token_ids=[7])
     assert (tmp_path / "out").read_bytes() == before
 
@@ -635,93 +627,42 @@ def test_broken_generation_config_is_told_on_connecting(folder, monkeypatch):
         async with Prepared(config):
             pass
 
-    with pytest.raises(ServerError, match="generation_config.json of .*b'"):
+    with pytest.raises(ClientError, match="generation_config.json of .*b'"):
         asyncio.run(connect())
     asyncio.run(connect(ignore_eos=True))
 
 
-class Http:
-    """A server on the loopback that gives these responses in turn, the last one for
-    ever; each is body, status, headers."""
-
-    def __init__(self, *responses: tuple[bytes, int, dict]):
-        self.responses = deque(responses)
-        self.asked: list[float] = []  # seconds
-        self.keys: set[str] = set()
-
-    async def _handle(self, request) -> web.Response:
-        self.asked.append(time.monotonic())
-        self.keys.add(request.headers["Authorization"])
-        body, status, headers = self.responses[0]
-        if len(self.responses) > 1:
-            self.responses.popleft()
-        kind = {"Content-Type": "application/json"}
-        return web.Response(body=body, status=status, headers=kind | headers)
-
-    def connect(self, **options) -> Model:
-        return connect(self._handle, **options)
+@pytest.fixture
+def http():
+    with FailingServer() as server:
+        yield server
 
 
-def connect(handler, **options) -> Model:
-    """What a `Server` makes of a server with this handler."""
-
-    async def run():
-        app = web.Application()
-        app.router.add_get("/v1/models", handler)
-        async with TestServer(app) as http:
-            server = Server(str(http.make_url("/")), **options)
-            try:
-                return await server.connect()
-            finally:
-                await server.close()
+def connect(http: FailingServer, **options) -> Model:
+    async def run() -> Model:
+        server = Server(http.url, **options)
+        try:
+            return await server.connect()
+        finally:
+            await server.close()
 
     return asyncio.run(run())
 
 
-CARDS = b'{"data": [{"id": "a", "root": "/a", "max_model_len": 9}]}'
+CARDS = b'{"data": [{"id": "a", "root": "/a", "max_model_len": 9}, {"id": "b"}]}'
 
 
-def test_the_key_is_sent_and_kept_nowhere(sample_all, tmp_path):
-    http = Http((CARDS, 200, {}))
-    http.connect(api_key="sesame")
+def test_the_first_model_is_taken(http):
+    http.replies = [Reply(CARDS)] * 2
+    assert connect(http) == Model("a", "/a", 9)
+
+
+def test_the_key_is_sent_and_kept_nowhere(sample_all, tmp_path, http):
+    connect(http, api_key="sesame")
     assert http.keys == {"Bearer sesame"}
     outputs, _ = sample_all(1, 1, api_key="sesame")
     assert sample_all(1, 1, api_key="another")[0] == outputs
     assert b"sesame" not in (tmp_path / "out").read_bytes()
-
-
-@pytest.mark.parametrize("form", ["seconds", "date"])
-def test_retry_after(form):
-    value = "1" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)
-    http = Http((b"", 429, {"Retry-After": value}), (CARDS, 200, {}))
-    assert http.connect(patience=60) == Model("a", "/a", 9)
-    first, second = http.asked
-    assert second - first > 0.9  # a date has no fractions of a second
-
-
-@pytest.mark.parametrize("value", ["", "soon", "-3", "Mon, 01 Jan 2001 00:00:00 GMT"])
-def test_retry_after_that_says_nothing(value):
-    http = Http((b"", 503, {"Retry-After": value}), (CARDS, 200, {}))
-    assert http.connect(patience=60) == Model("a", "/a", 9)
-
-
-def test_retry_after_longer_than_patience():
-    http = Http((b"busy", 429, {"Retry-After": "3600"}))
-    with pytest.raises(ServerUnavailable, match="429 on /v1/models: busy"):
-        http.connect(patience=0.5)
-    assert len(http.asked) == 2
-
-
-def test_timeout_is_for_the_whole_answer():
-    async def drip(request):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while True:
-            await response.write(b" ")
-            await asyncio.sleep(0.05)
-
-    with pytest.raises(ServerUnavailable, match="TimeoutError"):
-        connect(drip, timeout=0.5, patience=0.1)
 
 
 @pytest.mark.parametrize(
@@ -731,46 +672,19 @@ def test_timeout_is_for_the_whole_answer():
         (b'{"data": [{"id": "a"}]}', "no vLLM server"),
     ],
 )
-def test_no_model(body, message):
-    with pytest.raises(ServerError, match=message):
-        Http((body, 200, {})).connect()
-
-
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        (b'{"data": [{}]}', {}),
-        (b"[]", {}),
-        (b'{"data": [{"id": "\xff"}]}', {}),
-        (CARDS, {"Content-Encoding": "gzip"}),  # which it is not
-    ],
-)
-def test_broken_answers_are_asked_for_again(body, headers):
-    http = Http((body, 200, headers), (CARDS, 200, {}))
-    assert http.connect(patience=60) == Model("a", "/a", 9)
-    assert len(http.asked) == 2
+def test_no_model(http, body, message):
+    http.replies = [Reply(body)] * 2
+    with pytest.raises(ClientError, match=message):
+        connect(http)
 
 
 @pytest.mark.parametrize("url", ["http://host:abc", "localhost", "ftp://host", ""])
 def test_no_address(url):
-    async def run():
-        server = Server(url, patience=0.5)
-        try:
-            await server.connect()
-        finally:
-            await server.close()
-
-    with pytest.raises(ServerError, match="is no address"):
-        asyncio.run(run())
+    with pytest.raises(ClientError, match="is no address"):
+        DualVLLMCoordinator(CoordinatorConfig(url_a="http://a", url_b=url))
 
 
-def test_recorded_answers_are_given_again():
-    async def echo(request):
-        return web.json_response({"tokens": [*await request.read()]})
-
-    async def cards(_):
-        return web.Response(body=CARDS, content_type="application/json")
-
+def test_recorded_answers_are_given_again(http):
     async def use(server: Server, text: str) -> list[int]:
         try:
             await server.connect()
@@ -778,21 +692,14 @@ def test_recorded_answers_are_given_again():
         finally:
             await server.close()
 
-    async def ask() -> tuple[list[int], dict]:
-        app = web.Application()
-        app.router.add_get("/v1/models", cards)
-        app.router.add_post("/tokenize", echo)
-        async with TestServer(app) as http:
-            server = Server(str(http.make_url("/")))
-            answers = record(server)
-            return await use(server, "text"), answers
-
-    tokens, answers = asyncio.run(ask())
-    assert len(answers) == 2 and tokens
+    server = Server(http.url)
+    answers = record(server)
+    tokens = asyncio.run(use(server, "text"))
+    assert len(answers) == 2 and tokens == http.tokenize("text")
     with replay([{}, answers]) as (empty, full):
         assert asyncio.run(use(Server(full), "text")) == tokens
         for url, text in ((full, "other"), (empty, "text")):
-            with pytest.raises(ServerError, match="not recorded"):
+            with pytest.raises(ClientError, match="not recorded"):
                 asyncio.run(use(Server(url), text))
 
 
@@ -965,7 +872,7 @@ def test_no_prompts(tmp_path, content, message):
 
 def test_commands_of_the_readme():
     """They are called from where ./build.sh puts them."""
-    text = (EXAMPLES / "dual_vllm" / "README.md").read_text()
+    text = (EXAMPLES / "applications" / "dual_vllm" / "README.md").read_text()
     found = re.findall(r"(\S*)\b(?:python examples|vllm serve \S)", text)
     assert len(found) >= 4
     assert all(place.strip("`").endswith(".venv/bin/") for place in found)

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/applications/icm` without a model: the search against brute force, the client and the
-checkpoint against a server that fails on purpose, the testbeds, the configurations."""
+"""`examples/applications/icm` without a model: the search against brute force, the
+program against a server that fails on purpose, the testbeds, the configurations."""
 
-import hashlib
 import itertools
 import json
 import math
-import os
 import random
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from live_server import LoopbackServer
+from failing_server import BLOCK, SLOW, FailingServer
 
 FOLDER = Path(__file__).parents[1] / "examples" / "applications" / "icm"
 sys.path.insert(0, str(FOLDER))
@@ -28,169 +24,26 @@ sys.path.insert(0, str(FOLDER))
 import icm
 import testbeds
 import verify_server
-from client import Client, ServerError
+from common import ClientError, Journal, JournalError
 from prompts import RECENT, Usage, in_one_order, leave_one_out
+from scorer import Scorer, is_near
 from search import Consistency, Example, Parameters, Search, agreement
 
-SLOW = 1.0  # seconds; a slow answer takes twice as long as the client waits
-BLOCK = 4  # tokens of a block of the server's prefix cache
-
-
-class FailingServer:
-    """Answers as a server of this fork does, except for faults that are ordered.
-
-    Its "model" likes the label that its hash of the prompt says; a token is a
-    character. It has a prefix cache of blocks that never forgets.
-    """
-
-    def __init__(self):
-        self.faults: list[str] = []
-        self.bodies: list[dict] = []  # of the scoring requests answered
-        self.by_name = True
-        self.root: str | None = None  # folder or hub name of the model, if it tells
-        self.got: list[str] = []  # paths
-        self.most_logprobs = 20  # a request for more is refused
-        self.retry_after = "0"  # of a 429
-        self.cached: set[tuple[int, ...]] = set()  # prefixes of whole blocks
-        self.lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"owner": self})
-        self.http = LoopbackServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-
-    @staticmethod
-    def tokenize(text: str) -> list[int]:
-        return [ord(c) for c in text]
-
-    @staticmethod
-    def logprob(prompt: list[int] | str, label: int | str) -> float:
-        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
-        name = label if isinstance(label, str) else chr(label)
-        digest = hashlib.sha256(f"{text[-40:]}|{name}".encode()).digest()
-        return -1 - digest[0] / 64
-
-    def complete(self, body: dict) -> dict:
-        choices = []
-        cached = 0
-        prompts = body["prompt"]
-        if isinstance(prompts, str) or isinstance(prompts[0], int):
-            prompts = [prompts]
-        for index, prompt in enumerate(prompts):
-            choice: dict = {"index": index, "text": "#### 7"}
-            if "target_token_ids" in body and self.by_name:
-                (ids,) = body["target_token_ids"][index]
-                row = [self.logprob(prompt[:-1], i) for i in ids]
-                choice["target_logprobs"] = {"logprobs": [row]}
-                cached += self.look_up(prompt[:-1])
-            elif "logprobs" in body:
-                top = {name: self.logprob(prompt, name) for name in "abcd"}
-                choice["logprobs"] = {"top_logprobs": [top]}
-            choices.append(choice)
-        usage = {"prompt_tokens_details": {"cached_tokens": cached}}
-        # In no order, as a client must expect.
-        return {"choices": choices[::-1], "usage": usage}
-
-    def look_up(self, prompt: list[int]) -> int:
-        """How many tokens were cached, of all but the last, as that one predicts the
-        label; now all are, but for the rest of a block."""
-        ends = range(BLOCK, len(prompt), BLOCK)
-        prefixes = [tuple(prompt[:end]) for end in ends]
-        hits = sum(prefix in self.cached for prefix in prefixes)
-        self.cached.update(prefixes)
-        return hits * BLOCK
-
-
-class _Handler(BaseHTTPRequestHandler):
-    owner: FailingServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def reply(
-        self, status: int, text: str, kind="application/json", cut=0, **headers
-    ) -> None:
-        data = text.encode()
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data[: len(data) - cut])
-        if cut:
-            self.close_connection = True
-
-    def do_GET(self) -> None:
-        self.owner.got.append(self.path)
-        if self.path.endswith("/models"):
-            card = {"id": "m", "max_model_len": 4000, "root": self.owner.root}
-            self.reply(200, json.dumps({"data": [card]}))
-        elif self.path == "/metrics":
-            line = f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0'
-            self.reply(200, line + "\n", "text/plain")
-        else:
-            self.reply(404, "{}")
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            self.reply(200, json.dumps({"tokens": self.owner.tokenize(body["prompt"])}))
-            return
-        with self.owner.lock:
-            fault = self.owner.faults.pop(0) if self.owner.faults else None
-        if body.get("logprobs", 0) > self.owner.most_logprobs:
-            self.reply(400, '{"error": {"message": "logprobs: too many"}}')
-            return
-        with self.owner.lock:
-            content = self.owner.complete(body)
-        if fault == "no logprobs":
-            for choice in content["choices"]:
-                choice["logprobs"] = None
-        elif fault == "empty logprobs":
-            for choice in content["choices"]:
-                choice["logprobs"] = {"top_logprobs": [None]}
-        elif fault == "logprobs of another kind":
-            for choice in content["choices"]:
-                choice["logprobs"] = "none"
-        answer = json.dumps(content)
-        if fault == "500":
-            self.reply(500, '{"error": {"message": "out of luck"}}')
-        elif fault == "429":
-            self.reply(429, "{}", Retry_After=self.owner.retry_after)
-        elif fault == "400":
-            self.reply(400, '{"error": {"message": "prompt: too long"}}')
-        elif fault == "half an answer":
-            self.reply(200, answer, cut=len(answer) // 2)
-        elif fault == "half of the choices":
-            half = json.loads(answer)
-            half["choices"] = half["choices"][: len(half["choices"]) // 2]
-            self.reply(200, json.dumps(half))
-        elif fault == "cut JSON":
-            self.reply(200, answer[: len(answer) // 2])
-        elif fault == "wrong content type":
-            self.reply(200, "<html>hello</html>", "text/html")
-        elif fault == "gone":
-            self.close_connection = True
-        else:
-            if fault == "slow":
-                time.sleep(2 * SLOW)
-            self.owner.bodies.append(body)
-            try:
-                self.reply(200, answer)
-            except OSError:
-                assert fault == "slow"  # the client did not wait
 
 
 @pytest.fixture
 def server():
-    server = FailingServer()
-    yield server
-    server.close()
+    with FailingServer() as server:
+        yield server
+
+
+@pytest.fixture
+def connect(server):
+    """Makes scorers; closes them."""
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(
+            Scorer(server.url, *args, **options)
+        )
 
 
 @pytest.fixture
@@ -216,7 +69,16 @@ def settings(server, testbed, output, **options) -> icm.Settings:
 
 
 def saved(output: Path) -> dict:
-    return json.loads((output / "checkpoint.json").read_text())
+    """What the journal says, put together by its definition: a line has what changed."""
+    _, *lines = map(json.loads, (output / icm.JOURNAL).read_text().splitlines())
+    fields: dict = {}
+    for line in lines:
+        fields |= line
+    steps = [line for line in lines if "step" in line]
+    assert [line["step"][0] for line in steps] == [*range(1, len(steps) + 1)]
+    usage = [line["usage"] for line in steps]
+    state = {k: fields[k] for k in fields.keys() - {"step", "usage", "seconds"}}
+    return {"state": state | {"history": [x["step"] for x in steps]}, "usage": usage}
 
 
 # The search
@@ -432,7 +294,8 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_nothing(server, testbed, tmp_path, fault, monkeypatch):
-    monkeypatch.setattr("client.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("common.retry.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("common.retry.JITTER", 0.01)
     whole = icm.run(settings(server, testbed, tmp_path / "a", iterations=6))
     server.faults = [None, None, fault, None, fault]  # after the client's own probe
     timeout = SLOW if fault == "slow" else 60
@@ -453,10 +316,10 @@ def test_a_refusal_is_shown_and_not_repeated(server, testbed, tmp_path, capsys):
     assert not server.faults and len(server.bodies) == 1
 
 
-def test_a_server_that_is_none(server):
-    client = Client(server.url, sleep=lambda _: None)
+def test_a_server_that_is_none(server, connect):
+    client = connect()
     server.faults = ["wrong content type"] * 10
-    with pytest.raises(ServerError, match="text/html.*base_url"):
+    with pytest.raises(ClientError, match="text/html.*base_url"):
         client.score([[65]], [[66], [67]])
     assert len(server.faults) == 5
 
@@ -472,60 +335,30 @@ def test_a_server_without_logprobs(server, testbed, tmp_path, fault, capsys):
     assert len(server.bodies) == 2
 
 
-def test_an_answer_of_another_kind_is_malformed(server):
+def test_an_answer_of_another_kind_is_malformed(server, connect):
     server.by_name = False
-    client = Client(server.url, sleep=lambda _: None)
+    client = connect()
     server.faults = ["logprobs of another kind"] * 5
-    with pytest.raises(ServerError, match="malformed"):
+    with pytest.raises(ClientError, match="malformed"):
         client.score(["x"], ["a", "b"])
 
 
 def test_fewer_top_logprobs(server, testbed, tmp_path):
     server.by_name = False
     server.most_logprobs = 5
-    with pytest.raises(ServerError, match="too many.*--top-logprobs"):
+    with pytest.raises(ClientError, match="too many.*--top-logprobs"):
         icm.run(settings(server, testbed, tmp_path))
     icm.run(settings(server, testbed, tmp_path, top_logprobs=5, iterations=1))
     assert server.bodies[-1]["logprobs"] == 5
 
 
-@pytest.mark.parametrize("form", ["seconds", "date", "neither", "no number"])
-def test_retry_after(server, form):
-    """In seconds or as a date."""
-    slept = []
-    client = Client(server.url, sleep=slept.append)
-    server.faults = ["429"]
-    date = formatdate(time.time() + 100, usegmt=True)
-    forms = {"seconds": "100", "date": date, "neither": "soon", "no number": "inf"}
-    server.retry_after = forms[form]
-    client.score([[65]], [[66], [67]])
-    (wait,) = slept
-    # A date is in whole seconds, and the answer takes a moment.
-    assert 90 < wait <= 100 if form in ("seconds", "date") else wait == 0.5
-
-
-def test_a_wait_longer_than_our_patience(server):
-    client = Client(server.url, patience=60, sleep=lambda _: None)
-    server.faults = ["429"]
-    server.retry_after = "100"
-    with pytest.raises(ServerError, match="failed 1 times .*--patience, 60 s"):
-        client.score([[65]], [[66], [67]])
-
-
-def test_patience_begins_with_the_first_failure(server):
-    """A request may take as long as that by itself."""
-    client = Client(server.url, timeout=SLOW, patience=SLOW, sleep=lambda _: None)
-    server.faults = ["slow"]
-    client.score([[65]], [[66], [67]])
-    assert client.retries == 1
-
-
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "http://", "http://host:abc", "http://[::1", "ftp://host"]
 )
-def test_no_address(url):
-    with pytest.raises(ServerError, match="--base-url"):
-        Client(url, patience=0)
+def test_no_address(url, testbed, tmp_path):
+    nobody = SimpleNamespace(url=url)
+    with pytest.raises(ClientError, match="--base-url"):
+        icm.run(settings(nobody, testbed, tmp_path, patience=0))
 
 
 def test_no_server(tmp_path, testbed, capsys):
@@ -536,28 +369,28 @@ def test_no_server(tmp_path, testbed, capsys):
     assert "Is `vllm serve` running?" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_key_that_no_header_takes(server):
-    with pytest.raises(ServerError, match="--api-key"):
-        Client(server.url, api_key="ключ")
+def test_a_key_that_no_header_takes(server, testbed, tmp_path):
+    with pytest.raises(ClientError, match="--api-key"):
+        icm.run(settings(server, testbed, tmp_path, api_key="ключ"))
 
 
-def test_wrong_model(server):
-    with pytest.raises(ServerError, match=r"'other', but \['m'\]"):
-        Client(server.url, "other")
+def test_wrong_model(connect):
+    with pytest.raises(ClientError, match=r"'other', but \['m'\]"):
+        connect("other")
 
 
-def test_labels_must_be_one_token(server):
-    client = Client(server.url)
-    with pytest.raises(ServerError, match="' True' is 5 tokens"):
+def test_labels_must_be_one_token(connect):
+    client = connect()
+    with pytest.raises(ClientError, match="' True' is 5 tokens"):
         client.encode_labels([" True", "b"])
-    with pytest.raises(ServerError, match="not different"):
+    with pytest.raises(ClientError, match="not different"):
         client.encode_labels(["b", "b"])
 
 
-def test_tokenizers_that_put_a_space_in_front(server):
+def test_tokenizers_that_put_a_space_in_front(server, connect):
     """As Llama 2's does: a label, and a piece of a prompt, has none of it."""
     server.tokenize = lambda text: [ord(c) for c in " " + text]
-    client = Client(server.url)
+    client = connect()
     assert client.encode(["b"], begin=True) == [[32, 98]]
     assert client.encode(["b", "\n", " b", ""]) == [[98], [10], [32, 98], []]
     assert client.encode_labels(["a", "b"]) == [[97], [98]]
@@ -572,7 +405,7 @@ def test_two_clients_at_once(server):
     wrong = []
 
     def work() -> None:
-        with Client(server.url) as client:
+        with Scorer(server.url) as client:
             for _ in range(20):
                 scores = client.score(prompts, [[97], [98]]).logprobs
                 wrong.extend(scores[scores != expected])
@@ -585,7 +418,9 @@ def test_two_clients_at_once(server):
     assert not wrong and len(server.bodies) == 2 + 40
 
 
-def test_another_server_is_asked_for_top_logprobs(server, testbed, tmp_path, caplog):
+def test_another_server_is_asked_for_top_logprobs(
+    server, testbed, tmp_path, caplog, connect
+):
     server.by_name = False
     report = icm.run(settings(server, testbed, tmp_path / "out", iterations=5))
     assert "cannot score tokens by name" in caplog.text
@@ -593,7 +428,7 @@ def test_another_server_is_asked_for_top_logprobs(server, testbed, tmp_path, cap
     assert report["missing_labels"] == 0
     assert report["cache"]["all iterations"]["hit_rate"] is None
 
-    client = Client(server.url)
+    client = connect()
     scores = client.score(["x"], ["a", "unlisted"]).logprobs
     assert scores[0, 0] == server.logprob("x", "a")
     assert scores[0, 1] == min(server.logprob("x", name) for name in "abcd")
@@ -606,24 +441,22 @@ def test_a_label_that_another_server_never_lists(server, tmp_path):
     content = {"labels": ["a", "ab"], "examples": [{"text": "x"}, {"text": "y"}]}
     file = tmp_path / "pool.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(ServerError, match="label 'ab' is among .* not one example"):
+    with pytest.raises(ClientError, match="label 'ab' is among .* not one example"):
         icm.run(settings(server, file, tmp_path / "out"))
 
 
-def test_polite_to_others_only(server, monkeypatch):
+def test_polite_to_others_only(server, monkeypatch, connect):
     """No limit for a server that scores by name or is near; 60 a minute for others."""
-    assert Client(server.url).interval == 0
+
+    def pace(**options) -> float | None:
+        return connect(**options).client.aio.requests_per_minute
+
+    assert pace() is None
     server.by_name = False
-    assert Client(server.url).interval == 0
-    monkeypatch.setattr(Client, "_is_near", lambda self: False)
-    slept = []
-    client = Client(server.url, sleep=slept.append)
-    assert client.interval == 1
-    for _ in range(3):
-        client.score(["x"], ["a", "b"])
-    # None of these sleeps takes any time, so each is from the start on.
-    assert [round(seconds) for seconds in slept] == [0, 1, 2]
-    assert Client(server.url, requests_per_minute=120).interval == 0.5
+    assert pace() is None
+    monkeypatch.setattr("scorer.is_near", lambda url: False)
+    assert pace() == 60
+    assert pace(requests_per_minute=120) == 120
 
 
 @pytest.mark.parametrize(
@@ -637,31 +470,11 @@ def test_polite_to_others_only(server, monkeypatch):
     ],
 )
 def test_which_servers_are_near(host, near):
-    client = Client.__new__(Client)
-    client._host = host
-    assert client._is_near() == near
+    assert is_near(f"http://{host}:8000") == near
 
 
-def test_threads_share_the_pace(server):
-    """Sixteen requests at once get sixteen different times."""
-    slept = []
-    client = Client(server.url, requests_per_minute=60, sleep=slept.append)
-    barrier = threading.Barrier(16)
-
-    def work() -> None:
-        barrier.wait()
-        client.score([[65]], [[66], [67]])
-
-    threads = [threading.Thread(target=work) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(round(seconds) for seconds in slept) == [*range(16)]
-
-
-def test_verify_a_server_without_a_prefix_cache(server):
-    client = Client(server.url)
+def test_verify_a_server_without_a_prefix_cache(server, connect):
+    client = connect()
     assert "tokens the second time" in verify_server.prefix_cache(client)
     server.look_up = lambda prompt: 0
     with pytest.raises(verify_server.Failure, match="--enable-prefix-caching"):
@@ -693,7 +506,7 @@ def test_one_call_an_iteration(server, testbed, tmp_path):
 
 @pytest.mark.parametrize("stop", [1, 2, 7])
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
-    server, testbed, tmp_path, stop, monkeypatch
+    server, testbed, tmp_path, stop, monkeypatch, capsys
 ):
     """Ctrl-C in the middle of any call: the same random stream, nothing twice."""
     icm.run(settings(server, testbed, tmp_path / "whole"))
@@ -701,7 +514,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
 
     server.cached.clear()
     interrupted = settings(server, testbed, tmp_path / "parts")
-    score = Client.score
+    score = Scorer.score
     calls = itertools.count(1)
 
     def interrupt(self, *args):
@@ -710,10 +523,11 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
         return score(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Client, "score", interrupt)
+        patch.setattr(Scorer, "score", interrupt)
         with pytest.raises(SystemExit) as error:
             interrupted.cli_cmd()
-    assert error.value.code == icm.INTERRUPTED
+    assert error.value.code == 130
+    assert "interrupted. Nothing is lost" in capsys.readouterr().err
     icm.run(interrupted)
     parts = saved(tmp_path / "parts")
     assert parts["state"] == whole["state"]
@@ -728,39 +542,58 @@ def test_a_run_in_parts_is_the_same_run(server, testbed, tmp_path):
     assert saved(tmp_path / "parts")["state"] == saved(tmp_path / "whole")["state"]
 
 
-def test_a_save_that_is_interrupted_leaves_the_last_one(tmp_path, monkeypatch):
-    checkpoint = icm.Checkpoint(tmp_path, {"seed": 1})
-    checkpoint.save(state=1)
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(state=2)
-    assert checkpoint.load()["state"] == 1
+def test_a_line_that_was_cut(server, testbed, tmp_path):
+    """Of an iteration, which is done again; the random stream is the same."""
+    icm.run(settings(server, testbed, tmp_path / "whole"))
+    icm.run(settings(server, testbed, tmp_path / "parts", iterations=7))
+    path = tmp_path / "parts" / icm.JOURNAL
+    path.write_bytes(path.read_bytes()[:-20])
+    icm.run(settings(server, testbed, tmp_path / "parts"))
+    assert saved(tmp_path / "parts")["state"] == saved(tmp_path / "whole")["state"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"identity": 5}', "\x00"])
-def test_a_damaged_checkpoint_is_refused(server, testbed, tmp_path, content):
+def test_a_line_has_what_an_iteration_changed(server, testbed, tmp_path):
+    icm.run(settings(server, testbed, tmp_path))
+    _, first, *lines = map(json.loads, (tmp_path / icm.JOURNAL).open())
+    assert {"labels", "scores", "random_words", "zero_shot"} <= first.keys()
+    for line in lines:
+        *_, proposed, accepted = line["step"][:4]
+        assert accepted == ("labels" in line or "scores" in line) <= proposed
+        assert "random_words" not in line  # a few draws of 624
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"identity": 5}', "\x00", "whole", "line"]
+)
+def test_a_damaged_journal_is_refused(server, testbed, tmp_path, content):
     icm.run(settings(server, testbed, tmp_path, iterations=1))
-    (tmp_path / icm.Checkpoint.NAME).write_text(content)
-    with pytest.raises(icm.RunError, match="is no checkpoint of a run"):
+    path = tmp_path / icm.JOURNAL
+    if content == "whole":  # the first state is missing
+        first, _, *others = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(first + b"".join(others))
+    elif content == "line":
+        path.write_bytes(path.read_bytes() + b"5\n")
+    else:
+        path.write_text(content)
+    with pytest.raises(JournalError, match="is no file of a run"):
         icm.run(settings(server, testbed, tmp_path))
     assert icm.run(settings(server, testbed, tmp_path, restart=True))["iterations"] == 16
 
 
 def test_two_runs_in_one_folder(server, testbed, tmp_path):
-    with icm.claim(tmp_path), pytest.raises(icm.RunError, match="Another run"):
+    with (
+        Journal(tmp_path / icm.JOURNAL),
+        pytest.raises(JournalError, match="Another run"),
+    ):
         icm.run(settings(server, testbed, tmp_path))
     assert icm.run(settings(server, testbed, tmp_path))["iterations"] == 16
 
 
-def test_another_runs_checkpoint_is_refused(server, testbed, tmp_path):
+def test_another_runs_journal_is_refused(server, testbed, tmp_path):
     icm.run(settings(server, testbed, tmp_path, iterations=1))
-    with pytest.raises(icm.RunError, match="differs in alpha, seeds"):
+    with pytest.raises(JournalError, match="differs in alpha, seeds"):
         icm.run(settings(server, testbed, tmp_path, alpha=3, seeds=2))
-    with pytest.raises(icm.RunError, match="differs in pool"):
+    with pytest.raises(JournalError, match="differs in pool"):
         icm.run(settings(server, testbed, tmp_path, pool_size=12))
     report = icm.run(settings(server, testbed, tmp_path, alpha=3, restart=True))
     assert report["iterations"] == 16
@@ -779,7 +612,7 @@ def test_a_testbed_that_was_edited_is_another(server, testbed, tmp_path, field, 
     icm.run(settings(server, testbed, tmp_path / "out", iterations=1))
     content = json.loads(testbed.read_text()) | {field: value}
     testbed.write_text(json.dumps(content))
-    with pytest.raises(icm.RunError, match="content of the testbed"):
+    with pytest.raises(JournalError, match="content of the testbed"):
         icm.run(settings(server, testbed, tmp_path / "out", iterations=1))
 
 
@@ -795,21 +628,21 @@ def test_a_testbed_that_was_edited_is_another(server, testbed, tmp_path, field, 
 )
 def test_the_path_of_an_address(server, given, asked):
     server.by_name = False
-    with Client(server.url + given):
+    with Scorer(server.url + given):
         assert server.got[0] == asked
 
 
 def test_another_model_of_the_same_name_is_another(server, testbed, tmp_path):
     icm.run(settings(server, testbed, tmp_path, iterations=1))
     server.root = "a/b"
-    with pytest.raises(icm.RunError, match="hub name of the model"):
+    with pytest.raises(JournalError, match="hub name of the model"):
         icm.run(settings(server, testbed, tmp_path, iterations=1))
 
 
 def test_another_way_of_scoring_is_another_run(server, testbed, tmp_path):
     icm.run(settings(server, testbed, tmp_path, iterations=1))
     server.by_name = False
-    with pytest.raises(icm.RunError, match="scores"):
+    with pytest.raises(JournalError, match="scores"):
         icm.run(settings(server, testbed, tmp_path, iterations=1))
 
 
@@ -823,12 +656,13 @@ def test_what_was_sampled_is_kept_for_the_same_request(server, tmp_path):
     rows = tmp_path / "rows.json"
     make = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
     rows.write_text(json.dumps(make))
+    journal = tmp_path / icm.JOURNAL
 
     def load(**options) -> testbeds.Testbed:
         options = dict(dataset=str(rows), pool_size=16) | options
         ours = settings(server, "gsm8k", tmp_path, **options)
-        with icm.connect(ours) as client:
-            sample = icm.sample_once(ours, client)
+        with icm.Journal(journal) as opened, icm.connect(ours) as client:
+            sample = icm.sample_once(ours, client, opened)
             size = ours.pool_size
             return testbeds.load("gsm8k", ours.dataset, size, ours.seed, sample)
 
@@ -841,14 +675,13 @@ def test_what_was_sampled_is_kept_for_the_same_request(server, tmp_path):
     first = load()
     assert load() == first and solutions(server) == [4]
     assert len(load(pool_size=32).examples) == 32
-    checkpoint = settings(server, "gsm8k", tmp_path).output / icm.Checkpoint.NAME
-    checkpoint.write_text("of a run")
+    journal.write_text("of a run")
     load(seed=1)
     rows.write_text(json.dumps(make[::-1]))
     load()
-    assert checkpoint.exists()  # whatever else was asked for in its folder
+    assert journal.read_text()  # whatever else was asked for in its folder
     load(restart=True)
-    assert not checkpoint.exists()  # it would be of other solutions
+    assert not journal.read_text()  # it would be of other solutions
     assert solutions(server) == [4, 8, 4, 4, 4]
     load()
     assert solutions(server) == [4, 8, 4, 4, 4]
@@ -856,7 +689,7 @@ def test_what_was_sampled_is_kept_for_the_same_request(server, tmp_path):
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_how_to_go_on(server, testbed, tmp_path, restart, capsys):
-    """A run that threw away its checkpoint goes on without doing so again."""
+    """A run that threw away its journal goes on without doing so again."""
     command = "the same command without --restart" if restart else "the same command"
     icm.run(settings(server, testbed, tmp_path, iterations=2))
     server.faults = [None] * 6 + ["400"]
@@ -878,7 +711,7 @@ def test_an_error_is_shown_as_it_is(server, tmp_path, capsys):
 
 
 def test_an_output_that_is_a_file(server, testbed):
-    with pytest.raises(icm.RunError, match="--output"):
+    with pytest.raises(JournalError, match="--output"):
         icm.run(settings(server, testbed, testbed))
 
 

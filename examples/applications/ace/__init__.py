@@ -2,7 +2,9 @@
 """A playbook that a model writes for itself, with one client for three ways of running
 the model; see README.md."""
 
-from ace.client import ClientError, Completion, LLMClient, Sampling, ServerGone
+from common import ClientError, ServerGone
+
+from ace.client import Completion, LLMClient, Sampling
 from ace.playbook import Playbook
 
 __all__ = [

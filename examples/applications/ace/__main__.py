@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 if not __package__:  # run as a folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0:1] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
+from common import ClientError, Journal, JournalError
+from common.program import interruptible
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 from rich import box
@@ -23,18 +25,17 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from ace import bench
-from ace.client import ClientError
-from ace.journal import Journal, JournalError
 from ace.loop import PHASES, Loop, Report
 from ace.playbook import Playbook, PlaybookError, replace_file
 from ace.prompts import SampleError, load_samples
+from ace.replies import Replies
 from ace.settings import BenchSettings, RunSettings
 
-INTERRUPTED = 130  # exit status of a program that Ctrl-C stopped
 console = Console(highlight=False)
 if not console.is_terminal:
     console.width = 100
 JOURNAL, PLAYBOOK, REPORT = "journal.jsonl", "playbook.json", "report.json"
+ADVICE = "Choose another --output, or throw it away with --restart."
 
 
 def run(settings: RunSettings) -> Report:
@@ -43,14 +44,14 @@ def run(settings: RunSettings) -> Report:
     start = settings.begin()
     folder = settings.output
     path = folder / JOURNAL
-    with Journal(path) as journal, settings.connect() as client:
+    with Journal(path, ADVICE) as journal, settings.connect() as client:
         # Not before the model is there: --restart throws away what was said.
         identity = client.identity | settings.identity(samples, start)
-        journal.begin(identity, settings.restart)
-        loop = Loop(client, samples, settings.options(), journal)
+        replies = Replies(journal, identity, settings.restart)
+        loop = Loop(client, samples, settings.options(), replies)
         console.print(
             f"{len(samples)} samples; {client.model} by {settings.provider}; "
-            f"{len(journal)} completions are in {path}"
+            f"{len(replies)} completions are in {path}"
         )
         best = loop.run(start)
         best.save(folder / PLAYBOOK)
@@ -115,7 +116,8 @@ def main(argv: list[str] | None = None) -> None:
     kind, command = COMMANDS[argv[0]]
     try:
         settings = CliApp.run(kind, cli_args=argv[1:])
-        command(settings)
+        with interruptible(goes_on(settings) if argv[0] == "run" else ""):
+            command(settings)
     except ValidationError as error:
         for problem in error.errors():
             name = ".".join(map(str, problem["loc"])).replace("_", "-")
@@ -130,9 +132,6 @@ def main(argv: list[str] | None = None) -> None:
         if argv[0] == "run" and isinstance(error, ClientError):
             console.print(goes_on(settings))
         sys.exit(1)
-    except KeyboardInterrupt:
-        console.print("\nStopped.", goes_on(settings) if argv[0] == "run" else "")
-        sys.exit(INTERRUPTED)
 
 
 def goes_on(settings: RunSettings) -> str:

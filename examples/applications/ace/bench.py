@@ -231,7 +231,7 @@ def time_all(
 ) -> dict[str, Times]:
     """Of each call, in turns; `fresh` is called before each."""
     times = {name: Times([], []) for name in calls}
-    for _ in tqdm(range(repeats), desc=described):
+    for _ in tqdm(range(repeats), desc=described, disable=None):
         for name, call in calls.items():
             fresh()
             begin, processor = time.perf_counter(), processor_seconds()

@@ -6,20 +6,15 @@ All three get the same prompt: the model's own chat template, or else the one gi
 A conversation that ends with the assistant's message is continued, not answered.
 """
 
-import asyncio
-import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from email.utils import parsedate_to_datetime
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
-from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, HttpUrl, TypeAdapter, ValidationError
+from common import Client, ClientError, ServerGone, top_ids
+from common.program import options_named
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
-
-logger = logging.getLogger("ace")
 
 Provider = Literal["vllm", "openai", "transformers"]
 Conversation = list[dict[str, str]]
@@ -28,18 +23,6 @@ Conversation = list[dict[str, str]]
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE_MODEL = ROOT / "examples" / "reference_model" / "model"
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-MALFORMED_ATTEMPTS = 5
-"""Answers that are not of the right form before we give up: a server that is starting
-or a proxy may send some, the wrong server sends nothing else."""
-TOKEN_ID = "token_id:"  # how vLLM writes a token when asked for ids
-
-
-class ClientError(RuntimeError):
-    """The model cannot be asked, or refuses; says what to do."""
-
-
-class ServerGone(ClientError):
-    """The server gave no good answer for longer than we are willing to wait."""
 
 
 class Sampling(BaseModel):
@@ -128,8 +111,13 @@ class LLMClient:
         self.system_role = system_role
         self._backend: _Backend
         if provider == "openai":
-            self._backend = _OpenAI(
-                base_url, model, api_key, timeout, patience, concurrency
+            self._backend = _Server(
+                base_url,
+                model,
+                api_key=api_key,
+                timeout=timeout,
+                patience=patience,
+                concurrency=concurrency,
             )
             return
         model = model or str(REFERENCE_MODEL)
@@ -164,7 +152,7 @@ class LLMClient:
     @property
     def retries(self) -> int:
         """Requests that had to be repeated."""
-        return self._backend.retries if isinstance(self._backend, _OpenAI) else 0
+        return self._backend.retries if isinstance(self._backend, _Server) else 0
 
     def complete(
         self,
@@ -232,13 +220,16 @@ def _absolute(model: str) -> str:
 
 
 def _refused(asked: str, reason: Any) -> ClientError:
+    return ClientError(f"{asked}: {reason}{_advice(str(reason))}")
+
+
+def _advice(reason: str) -> str:
     """Names the option that helps where a chat template does not take a role."""
-    told = f"{asked}: {reason}"
-    if "continue_final_message" in told:
-        told += " (--no-prefill gives no beginnings of answers)"
-    elif "role" in told.lower():
-        told += " (--no-system-role puts the instructions into the user's turn)"
-    return ClientError(told)
+    if "continue_final_message" in reason:
+        return " (--no-prefill gives no beginnings of answers)"
+    if "role" in reason.lower():
+        return " (--no-system-role puts the instructions into the user's turn)"
+    return ""
 
 
 class _VLLM:
@@ -475,87 +466,26 @@ def _cut(text: str, stop: Sequence[str]) -> str:
     return text[: min(places)] if places else text
 
 
-class _Passing(Exception):
-    """A failure that may pass: try again, in `wait` seconds at the earliest."""
+class _Server:
+    """Chat completions over HTTP. The options are those of `common.Client`."""
 
-    def __init__(self, told: str, wait: float = 0.0):
-        super().__init__(told)
-        self.wait = wait
-
-
-class _Malformed(_Passing):
-    """An answer that is not what was asked for."""
-
-
-class _OpenAI:
-    """Chat completions over HTTP, `concurrency` of them under way at once."""
-
-    def __init__(
-        self,
-        base_url: str,
-        model: str | None,
-        api_key: str,
-        timeout: float,
-        patience: float,
-        concurrency: int,
-    ):
-        import httpx
-        import openai
-
+    def __init__(self, base_url: str, model: str | None, **options: Any):
+        with options_named():
+            self._client = Client(base_url, model, **options)
         try:
-            TypeAdapter(HttpUrl).validate_python(base_url)
-        except ValidationError as error:
-            raise ClientError(
-                f"--base-url is like http://localhost:8000/v1, not {base_url!r}: "
-                f"{error.errors()[0]['msg']}"
-            ) from error
-        if not api_key.isascii():
-            raise ClientError("--api-key has other characters than ASCII")
-        # A path, of another service, may be another one.
-        self.url = base_url.strip().rstrip("/")
-        if not urlsplit(self.url).path:
-            self.url += "/v1"
-        self.patience = patience
-        self.retries = 0
-        self._openai = openai
-        self._runner = asyncio.Runner()
-        self._free = asyncio.Semaphore(concurrency)
-        # Retries are ours: only we can tell a malformed answer.
-        self._client = openai.AsyncOpenAI(
-            base_url=self.url,
-            api_key=api_key,
-            max_retries=0,
-            timeout=httpx.Timeout(timeout, connect=10),
-        )
-        try:
-            self.model, self.is_vllm, served = self._runner.run(
-                self._patiently(self._find, model)
-            )
+            found = self._client.connect()
         except BaseException:
             self.close()
             raise
+        self.url, self.model = self._client.url, found.name
+        self.is_vllm = found.owned_by == "vllm"
+        # The folder or hub name, which vLLM's servers tell; of others the served name.
+        served = _absolute(found.root) if found.root else found.name
         self.identity = {"model": served, "chat_template": None}
 
-    async def _find(self, wanted: str | None) -> tuple[str, bool, str]:
-        """Served name, whether vLLM serves it, and the folder or hub name, which vLLM's
-        servers tell; of others the served name again."""
-        try:
-            page = await self._client.models.list()
-            owners = {card.id: card.owned_by for card in page.data}
-            roots = {card.id: getattr(card, "root", None) for card in page.data}
-        except (AttributeError, TypeError) as error:
-            raise _Malformed(f"no list of models: {error}") from error
-        if wanted is None:
-            if len(owners) != 1:
-                raise ClientError(f"Choose a --model of {self.url}: {sorted(owners)}")
-            (wanted,) = owners
-        if wanted not in owners:
-            raise ClientError(
-                f"{self.url} does not serve {wanted!r}, but {sorted(owners)}"
-            )
-        root = roots[wanted]
-        served = _absolute(root) if isinstance(root, str) else wanted
-        return wanted, owners[wanted] == "vllm", served
+    @property
+    def retries(self) -> int:
+        return self._client.retries
 
     def complete(self, conversations, sampling, top):
         if not self.is_vllm and any(map(is_continued, conversations)):
@@ -565,45 +495,39 @@ class _OpenAI:
             )
         if not self.is_vllm and sampling.top_k:
             raise ClientError(f"{self.url} is no vLLM server and knows no top_k")
-        tasks: list[asyncio.Task] = []
-        done: asyncio.Queue = asyncio.Queue()
-
-        async def ask(index: int, conversation: Conversation) -> None:
-            async with self._free:
-                found = await self._patiently(self._chat, conversation, sampling, top)
-            await done.put((index, found))
-
-        async def start() -> None:
-            for index, conversation in enumerate(conversations):
-                tasks.append(asyncio.create_task(ask(index, conversation)))
-
-        async def next_one() -> tuple[int, Completion]:
-            get = asyncio.create_task(done.get())
-            while True:
-                await asyncio.wait([get, *tasks], return_when="FIRST_COMPLETED")
-                if get.done():
-                    return get.result()
-                for task in [t for t in tasks if t.done()]:
-                    tasks.remove(task)
-                    if task.exception():
-                        get.cancel()
-                        raise task.exception()
-
-        async def stop() -> None:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        try:
-            self._runner.run(start())
-            for _ in conversations:
-                yield self._runner.run(next_one())
-        finally:
-            self._runner.run(stop())
+        yield from self._client.as_completed(
+            self._chat(conversation, sampling, top) for conversation in conversations
+        )
 
     async def _chat(
         self, conversation: Conversation, sampling: Sampling, top: int
     ) -> Completion:
+        fields = self._fields(conversation, sampling, top)
+        try:
+            answer = await self._client.aio.chat(conversation, **fields)
+        except ServerGone:
+            raise
+        except ClientError as error:
+            raise ClientError(
+                error.message + _advice(error.message),
+                status=error.status,
+                param=error.param,
+                url=error.url,
+            ) from error
+        (choice,) = answer.choices
+        if top and choice.top is None:
+            raise ClientError(f"{self.url} gives no log-probabilities")
+        return Completion(
+            choice.text,
+            choice.finish_reason,
+            choice.prompt_token_ids,
+            choice.token_ids,
+            [*map(top_ids, choice.top)] if top and self.is_vllm else None,
+        )
+
+    def _fields(
+        self, conversation: Conversation, sampling: Sampling, top: int
+    ) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -617,7 +541,7 @@ class _OpenAI:
             fields |= {"logprobs": True, "top_logprobs": top}
         if self.is_vllm:
             continued = is_continued(conversation)
-            fields["extra_body"] = {
+            fields |= {
                 "top_k": sampling.top_k,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
@@ -626,135 +550,7 @@ class _OpenAI:
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": bool(top),
             }
-        answer = await self._client.chat.completions.create(
-            model=self.model, messages=conversation, **fields
-        )
-        return self._completion(answer, top)
-
-    def _completion(self, answer: Any, top: int) -> Completion:
-        try:
-            (choice,) = answer.choices
-            text, reason = choice.message.content, choice.finish_reason
-            if text is None:  # it thought until the tokens were used up
-                text = ""
-            if not isinstance(text, str) or not isinstance(reason, str):
-                raise _Malformed("a choice without text or reason to end")
-            likeliest = None
-            if top:
-                if choice.logprobs is None or choice.logprobs.content is None:
-                    raise ClientError(f"{self.url} gives no log-probabilities")
-                if self.is_vllm:
-                    likeliest = [
-                        {
-                            int(entry.token.removeprefix(TOKEN_ID)): entry.logprob
-                            for entry in position.top_logprobs
-                        }
-                        for position in choice.logprobs.content
-                    ]
-            return Completion(
-                text,
-                reason,
-                getattr(answer, "prompt_token_ids", None),
-                getattr(choice, "token_ids", None),
-                likeliest,
-            )
-        except (AttributeError, TypeError, ValueError) as error:
-            raise _Malformed(f"no chat completion: {str(answer)[:100]!r}") from error
-
-    async def _patiently(self, call, *args) -> Any:
-        """Calls until there is a good answer, ever less often and not before the server
-        wants to be asked again, for `patience` seconds from the first failure.
-
-        Raises:
-            ClientError: a refusal, or `MALFORMED_ATTEMPTS` malformed answers.
-            ServerGone: no good answer in time.
-        """
-        from tenacity import (
-            AsyncRetrying,
-            retry_if_exception_type,
-            wait_exponential_jitter,
-        )
-
-        malformed, begin = 0, None
-        pause = wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
-
-        def wait(state) -> float:
-            return state.outcome.exception().wait + pause(state)
-
-        def stop(state) -> bool:
-            nonlocal malformed, begin
-            failure = state.outcome.exception()
-            malformed += isinstance(failure, _Malformed)
-            begin = begin or state.outcome_timestamp
-            left = self.patience - (state.outcome_timestamp - begin)
-            return malformed >= MALFORMED_ATTEMPTS or left <= failure.wait
-
-        def report(state) -> None:
-            self.retries += 1
-            logger.warning(
-                "%s: %s; again in %.1f s",
-                self.url,
-                state.outcome.exception(),
-                state.next_action.sleep,
-            )
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Passing),
-            wait=wait,
-            stop=stop,
-            before_sleep=report,
-            reraise=True,
-        )
-        try:
-            return await retrying(self._once, call, *args)
-        except _Malformed as failure:
-            raise ClientError(
-                f"{self.url} does not answer as an OpenAI-compatible server does "
-                f"({failure}). Is base_url right?"
-            ) from failure
-        except _Passing as failure:
-            if failure.wait:
-                raise ServerGone(
-                    f"{self.url}: {failure}. It wants {failure.wait:.0f} s of pause, "
-                    f"which is more than is left of --patience {self.patience:g}"
-                ) from failure
-            raise ServerGone(
-                f"{self.url}: no good answer for {self.patience:g} s ({failure}). Is "
-                "`vllm serve` running?"
-            ) from failure
-
-    async def _once(self, call, *args) -> Any:
-        """Tells failures that may pass from others."""
-        openai = self._openai
-        try:
-            return await call(*args)
-        except openai.APIConnectionError as error:  # time-outs too
-            cause = error.__cause__
-            told = f"{type(cause).__name__}: {cause}" if cause else str(error)
-            raise _Passing(told) from error
-        except openai.APIStatusError as error:
-            told = f"{error.status_code}: {error.message[:300]}"
-            if error.status_code in (408, 409, 429) or error.status_code >= 500:
-                wait = _retry_after(error.response.headers)
-                raise _Passing(told, wait) from error
-            raise _refused(f"{self.url} refuses", told) from error
-        except (openai.APIError, ValueError) as error:
-            raise _Malformed(f"{type(error).__name__}: {error}"[:300]) from error
+        return fields
 
     def close(self) -> None:
-        try:
-            self._runner.run(self._client.close())
-        finally:
-            self._runner.close()
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds, from now, that the server wants before it is asked again; 0 if it does
-    not say (RFC 9110, section 10.2.3: a number of seconds, or a date)."""
-    value = headers.get("retry-after", "").strip()
-    if value.replace(".", "", 1).isdecimal():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+        self._client.close()

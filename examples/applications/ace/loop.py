@@ -7,6 +7,7 @@ to be learned, and the curator turns the lessons into operations on the playbook
 prompts of a phase are one batch.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,9 +19,9 @@ from tqdm import tqdm
 
 from ace import prompts
 from ace.client import Conversation, LLMClient, Sampling
-from ace.journal import Journal, Reply
 from ace.playbook import Playbook, Reflection, read_operations, read_reflection
 from ace.prompts import Judgement, Sample
+from ace.replies import Replies, Reply
 
 Phase = Literal["generator", "reflector", "curator"]
 PHASES: tuple[Phase, ...] = ("generator", "reflector", "curator")
@@ -73,8 +74,8 @@ class Loop:
     """One run.
 
     Args:
-        journal: keeps what the model says, and has what it said before.
-        on_round: called when the samples of a round are judged.
+        replies: keeps what the model says, and has what it said before.
+        progress: show bars, on a terminal.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class Loop:
         client: LLMClient,
         samples: Sequence[Sample],
         options: Options,
-        journal: Journal,
+        replies: Replies,
         progress: bool = True,
     ):
         self.client = client
         self.samples = samples
         self.options = options
-        self.journal = journal
-        self.progress = progress
+        self.replies = replies
+        self.progress = progress and sys.stderr.isatty()
         self.report = Report(seconds=dict.fromkeys(PHASES, 0.0))
 
     def run(self, playbook: Playbook) -> Playbook:
@@ -173,7 +174,7 @@ class Loop:
         journal has are not asked for again."""
         replies: dict[int, Reply] = {}
         for index, conversation in enumerate(asked):
-            reply = self.journal.find(number, phase, index, conversation)
+            reply = self.replies.find(number, phase, index, conversation)
             if reply is not None:
                 replies[index] = reply
         missing = [index for index in range(len(asked)) if index not in replies]
@@ -191,7 +192,7 @@ class Loop:
             with closing(batch):
                 for place, completion in batch:
                     index = missing[place]
-                    reply = self.journal.append(
+                    reply = self.replies.append(
                         number, phase, index, asked[index], completion
                     )
                     replies[index] = reply

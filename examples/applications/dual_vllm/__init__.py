@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling from between two models that two vLLM servers serve; see README.md."""
 
-from dual_vllm.coordinator import (
-    CoordinatorConfig,
-    DualVLLMCoordinator,
-    GenerationOutput,
-    Step,
-)
-from dual_vllm.server import ServerError, ServerUnavailable
+from common import ClientError, ServerGone
+
+from dual_vllm.config import CoordinatorConfig
+from dual_vllm.coordinator import DualVLLMCoordinator, GenerationOutput, Step
 
 __all__ = [
+    "ClientError",
     "CoordinatorConfig",
     "DualVLLMCoordinator",
     "GenerationOutput",
-    "ServerError",
-    "ServerUnavailable",
+    "ServerGone",
     "Step",
 ]

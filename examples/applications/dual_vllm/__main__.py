@@ -20,20 +20,17 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 if not __package__:  # run as a folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0:1] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 import pydantic
+from common import ClientError, Journal, JournalError
+from common.program import interruptible
 from tqdm import tqdm
 
-from dual_vllm import bench, compare, report
-from dual_vllm.coordinator import (
-    CoordinatorConfig,
-    DualVLLMCoordinator,
-    GenerationOutput,
-)
-from dual_vllm.journal import Journal, JournalError
+from dual_vllm import drawn, report
+from dual_vllm.config import CoordinatorConfig
+from dual_vllm.coordinator import DualVLLMCoordinator, GenerationOutput
 from dual_vllm.launch import REFERENCE_MODEL, LaunchError, first_layers, servers
-from dual_vllm.server import ServerError
 
 WORK = Path(__file__).resolve().parents[3] / "build" / "dual_vllm"
 SERVE_ARGS = (
@@ -41,6 +38,7 @@ SERVE_ARGS = (
 )
 """For small models on a CPU, compared in float32. A small block, since what is in the
 last, incomplete one is computed again for each token."""
+ADVICE = "Name another --out, or remove this one to start again."
 PROMPTS = [
     "import numpy as np\nimport torch\n\n\ndef test_",
     "## Installation\n\nTo install ",
@@ -66,16 +64,16 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         check(args)
-        with addresses(args) as (url_a, url_b):
+        keeps = args.run is run_sample and not args.stream
+        goes_on = "Nothing is lost: the same command goes on." if keeps else ""
+        with interruptible(goes_on), addresses(args) as (url_a, url_b):
             args.run(args, settings(args, url_a=url_a, url_b=url_b))
-    except (ServerError, LaunchError, JournalError, ValueError, OSError) as error:
+    except (ClientError, LaunchError, JournalError, ValueError, OSError) as error:
         if isinstance(error, pydantic.ValidationError):
             error = "; ".join(
                 ": ".join([*map(str, e["loc"]), e["msg"]]) for e in error.errors()
             )
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -88,7 +86,7 @@ def check(args: argparse.Namespace) -> None:
     if args.run is run_compare:
         for size in args.sizes:
             try:
-                compare.with_top_k(config, size)
+                config.with_top_k(size)
             except pydantic.ValidationError as error:
                 said = error.errors()[0]["msg"]
                 raise ValueError(f"--sizes {size}: {said}") from None
@@ -157,7 +155,7 @@ async def sample(
 ) -> list[GenerationOutput]:
     """Draws all samples; `out` has what was drawn whenever this ends."""
     async with AsyncExitStack() as stack:
-        journal = stack.enter_context(Journal(out))
+        journal = stack.enter_context(Journal(out, ADVICE))
         duals = [
             await stack.enter_async_context(DualVLLMCoordinator(config))
             for _ in range(coordinators)
@@ -165,7 +163,7 @@ async def sample(
         samples = [duals[0].sample(*pair) for pair in enumerate(prompts)]
         models = [server.model for server in duals[0].servers]
         stops = {"stop_token_ids": sorted(duals[0].stop_ids)}
-        queue = journal.resume(config.model_dump() | stops, models, samples)
+        queue = drawn.resume(journal, config.model_dump() | stops, models, samples)
         share = math.ceil(len(queue) / coordinators)
         before = sum(len(s.output.token_ids) for s in samples)
         bar = stack.enter_context(
@@ -173,6 +171,7 @@ async def sample(
                 total=len(samples) * config.max_tokens,
                 initial=before,
                 unit="token",
+                disable=None,  # shown on a terminal
                 # A sample that ended early counts as whole.
                 postfix={"samples": f"{len(samples) - len(queue)}/{len(samples)}"},
             )
@@ -180,32 +179,34 @@ async def sample(
 
         async def work(dual: DualVLLMCoordinator) -> None:
             async for steps in dual.steps(queue, share):
-                journal.append(steps)
+                drawn.append(journal, steps)
                 bar.update(len(steps))
                 done = sum(s.output.finish_reason is not None for s in samples)
                 bar.set_postfix(samples=f"{done}/{len(samples)}", refresh=False)
+
+        def tell() -> None:
+            count = sum(len(s.output.token_ids) for s in samples)
+            retries = sum(s.retries for dual in duals for s in dual.servers)
+            print(
+                f"{count - before} tokens drawn in {time.perf_counter() - begin:.1f} s, "
+                f"{sum(dual.rounds for dual in duals)} rounds of requests, "
+                f"{retries} repeated"
+                + (f"; {before} tokens were in {out}" if before else ""),
+                file=sys.stderr,
+            )
 
         begin = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
                 for dual in duals:
                     group.create_task(work(dual))
-        except* (ServerError, OSError) as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            drawn = sum(len(s.output.token_ids) for s in samples)
-            seconds = time.perf_counter() - begin
+        except* (ClientError, OSError) as errors:
             bar.close()
-            retries = sum(s.retries for dual in duals for s in dual.servers)
-            print(
-                f"{drawn - before} tokens drawn in {seconds:.1f} s, "
-                f"{sum(dual.rounds for dual in duals)} rounds of requests, "
-                f"{retries} repeated"
-                + (f"; {before} tokens were in {out}" if before else ""),
-                file=sys.stderr,
-            )
-            if any(s.output.finish_reason is None for s in samples):
-                print("The same command goes on from there.", file=sys.stderr)
+            tell()
+            print("The same command goes on from there.", file=sys.stderr)
+            raise errors.exceptions[0] from None
+        bar.close()
+        tell()
         for s in samples:
             duals[0].set_text(s.output)
     return [s.output for s in samples]
@@ -222,6 +223,8 @@ async def stream(config: CoordinatorConfig, prompt: str | list[int]) -> None:
 
 
 def run_compare(args: argparse.Namespace, config: CoordinatorConfig) -> None:
+    from dual_vllm import compare  # takes seconds
+
     if args.url_a and not args.model_b:
         raise ValueError("--model-b: with addresses, name the folders of both models")
     models = [args.model_a, args.model_b]
@@ -229,6 +232,8 @@ def run_compare(args: argparse.Namespace, config: CoordinatorConfig) -> None:
 
 
 def run_bench(args: argparse.Namespace, config: CoordinatorConfig) -> None:
+    from dual_vllm import bench
+
     text = (Path(__file__).parent / "coordinator.py").read_text()
     bench.show(asyncio.run(bench.bench(config, text, args.counts, args.repeat)))
 

@@ -20,11 +20,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import httpx
 import numpy as np
 
 from dual_vllm import report
-from dual_vllm.coordinator import CoordinatorConfig, DualVLLMCoordinator
+from dual_vllm.config import CoordinatorConfig
+from dual_vllm.coordinator import DualVLLMCoordinator
 from dual_vllm.replay import record, replay
 
 
@@ -108,20 +108,10 @@ def cut(ids: list[int], count: int, repeat: int) -> list[list[int]]:
 
 async def plain(dual: DualVLLMCoordinator, prompts: list[list[int]]) -> float:
     """Seconds in which one server samples."""
-    server, config = dual.servers[0], dual.config
-    body = {
-        "model": server.model.name,
-        "prompt": prompts,
-        "max_tokens": config.max_tokens,
-        "ignore_eos": True,
-        "temperature": 1,
-    }
-    key = {"Authorization": f"Bearer {config.api_key.get_secret_value()}"}
-    async with httpx.AsyncClient(timeout=config.timeout, headers=key) as client:
-        begin = time.perf_counter()
-        response = await client.post(server.url + "/v1/completions", json=body)
-        response.raise_for_status()
-        return time.perf_counter() - begin
+    client, tokens = dual.servers[0].client, dual.config.max_tokens
+    begin = time.perf_counter()
+    await client.complete(prompts, max_tokens=tokens, ignore_eos=True, temperature=1)
+    return time.perf_counter() - begin
 
 
 async def one_server(dual: DualVLLMCoordinator, prompts: list[list[int]]) -> float:

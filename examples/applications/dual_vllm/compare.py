@@ -15,12 +15,8 @@ from scipy.special import log_softmax, logsumexp
 from transformers import AutoModelForCausalLM
 
 from dual_vllm import report
-from dual_vllm.coordinator import (
-    CoordinatorConfig,
-    DualVLLMCoordinator,
-    GenerationOutput,
-    Step,
-)
+from dual_vllm.config import CoordinatorConfig
+from dual_vllm.coordinator import DualVLLMCoordinator, GenerationOutput, Step
 
 
 class Reference(NamedTuple):
@@ -119,11 +115,6 @@ def top_k_alone(step: Step) -> Reference:
     return reference(log_softmax(logprobs, axis=-1))
 
 
-def with_top_k(config: CoordinatorConfig, size: int) -> CoordinatorConfig:
-    """The same but for its `top_k`, checked as any other."""
-    return CoordinatorConfig(**config.model_dump() | {"top_k": size})
-
-
 async def compare(
     config: CoordinatorConfig,
     models: Sequence[str],
@@ -134,7 +125,7 @@ async def compare(
     hugging_face = HuggingFace(*models)
     results = {}
     for size in sizes:
-        async with DualVLLMCoordinator(with_top_k(config, size)) as dual:
+        async with DualVLLMCoordinator(config.with_top_k(size)) as dual:
             steps: list[Step] = []
             outputs = await dual.generate_batch(
                 prompts, progress=True, on_steps=steps.extend

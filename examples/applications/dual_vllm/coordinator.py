@@ -28,24 +28,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    SecretStr,
-    model_validator,
-)
+from common import ClientError
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.hub import has_file
 
 from dual_vllm import tilted
-from dual_vllm.server import Answer, Server, ServerError, TopK
+from dual_vllm.config import CoordinatorConfig
+from dual_vllm.server import Answer, Server, TopK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -60,52 +54,6 @@ PROBE = (
     "def f(x):\n\treturn x**2 + 10  # naïve café, 東京 🙂\r\n<|endoftext|></s><s> A1b2"
 )
 """A text on which two tokenizers that differ would hardly agree."""
-
-
-class CoordinatorConfig(BaseModel):
-    """Settings. All but the addresses and the last four decide what is drawn."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url_a: str
-    url_b: str
-    model_a: str | None = None  # served names; by default the first of each server
-    model_b: str | None = None
-    tokenizer: str | None = None  # folder or hub name; by default that of server a
-    seed: int = Field(0, ge=0)
-    max_tokens: int = Field(128, ge=1)
-    ignore_eos: bool = False
-    stop_token_ids: list[NonNegativeInt] = []
-    """End a sample, as the end-of-sequence tokens of both models do; with `ignore_eos`
-    as well."""
-    top_k: int = Field(100, ge=1)
-    """Most candidates that each model names for a position."""
-    tail_mass: float = Field(0.0, ge=0, lt=1)
-    """A model names no more than it needs to leave this mass out, so few where it is
-    sure and up to `top_k` where it is not. 0: always `top_k`."""
-    tail: Literal["keep", "drop"] = "keep"
-    """Tokens that neither model names: drawn as often as q says, or never."""
-    max_candidates: int = Field(400, ge=2)
-    """What `--max-logprobs` of both servers is, or less."""
-
-    batch_size: int = Field(32, ge=1)
-    """Prompts in one request."""
-    patience: float = Field(600.0, gt=0)
-    """Seconds for which a failing server is tried again. A restart of a small model
-    takes a minute on a CPU, of a large one much more."""
-    timeout: float = Field(60.0, gt=0, allow_inf_nan=False)
-    """Seconds to wait for one answer, from the request to its last byte."""
-    api_key: SecretStr = SecretStr("EMPTY")
-    """Sent to both servers, as a bearer token."""
-
-    @model_validator(mode="after")
-    def _room_for_both_lists(self) -> Self:
-        if 2 * self.top_k > self.max_candidates:
-            raise ValueError(
-                f"top_k is {self.top_k}: two lists of it do not fit max_candidates, "
-                f"{self.max_candidates} (the servers' --max-logprobs)"
-            )
-        return self
 
 
 class Diagnostics(NamedTuple):
@@ -231,14 +179,16 @@ class DualVLLMCoordinator:
         await asyncio.gather(*(server.close() for server in self.servers))
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        from transformers import AutoTokenizer  # takes seconds
+
         name = self.config.tokenizer or self.servers[0].model.root
         try:
             return AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             if self.config.tokenizer:
-                raise ServerError(f"tokenizer {name!r}: {error}") from error
-            raise ServerError(
+                raise ClientError(f"tokenizer {name!r}: {error}") from error
+            raise ClientError(
                 f"no tokenizer at {name!r}, which is where server a has its model: "
                 "set tokenizer"
             ) from error
@@ -265,8 +215,8 @@ class DualVLLMCoordinator:
         """Checks that both servers do what is needed, with the same vocabulary.
 
         Raises:
-            ServerError: one does not.
-            ServerUnavailable: one does not answer.
+            ClientError: one does not.
+            ServerGone: one does not answer.
             ValueError: a stop token is outside the vocabulary.
         """
         await self._both(lambda server: server.connect())
@@ -275,13 +225,13 @@ class DualVLLMCoordinator:
         texts = await self._both(lambda s: s.detokenize(everything))
         for name, text in zip("ab", texts):
             if text != self.tokenizer.decode(everything):
-                raise ServerError(
+                raise ClientError(
                     f"server {name} has another vocabulary than the tokenizer "
                     f"{self.tokenizer.name_or_path!r}: token ids do not mean the same"
                 )
         for name, found in zip("ab", await self._both(lambda s: s.tokenize(PROBE))):
             if found != ids:
-                raise ServerError(
+                raise ClientError(
                     f"server {name} splits text into other tokens than the tokenizer "
                     f"{self.tokenizer.name_or_path!r}"
                 )
@@ -339,7 +289,7 @@ class DualVLLMCoordinator:
         """
         samples = [self.sample(*pair) for pair in enumerate(prompts)]
         total = len(samples) * self.config.max_tokens
-        with tqdm(total=total, unit="token", disable=not progress) as bar:
+        with tqdm(total=total, unit="token", disable=None if progress else True) as bar:
             async for steps in self.steps(deque(samples)):
                 bar.update(len(steps))
                 if on_steps is not None:
@@ -547,8 +497,12 @@ def end_ids(root: str) -> frozenset[int]:
     generation_config.json; none of a file that is not there.
 
     Raises:
-        ServerError: generation_config.json is broken.
+        ClientError: generation_config.json is broken.
     """
+    from transformers import AutoTokenizer, GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+    from transformers.utils.hub import has_file
+
     tokenizer = None
     with suppress(OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(root)
@@ -560,12 +514,12 @@ def end_ids(root: str) -> frozenset[int]:
         try:
             named = GenerationConfig.from_pretrained(root).eos_token_id
         except (OSError, ValueError, TypeError) as error:
-            raise ServerError(
+            raise ClientError(
                 f"{GENERATION_CONFIG_NAME} of {root!r} can not be read: {error}"
             ) from error
         named = named if isinstance(named, list) else [named]
         if any(type(i) is not int for i in named if i is not None):
-            raise ServerError(
+            raise ClientError(
                 f"{GENERATION_CONFIG_NAME} of {root!r}: eos_token_id {named} is no "
                 "token ids"
             )

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.request import urlopen
 
-import httpx
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REFERENCE_MODEL = Path(__file__).parents[2] / "reference_model" / "model"
 START_SECONDS = 900
@@ -73,15 +73,19 @@ class LocalServer:
         """
         deadline = time.monotonic() + START_SECONDS
         while True:
-            try:
-                if httpx.get(self.url + "/health", timeout=10).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
+            if self._is_healthy():
+                return
             if self.process.poll() is not None or time.monotonic() > deadline:
                 tail = self.log.read_text(errors="replace")[-2000:]
                 raise LaunchError(f"{' '.join(self._command)}\n{tail}\nsee {self.log}")
             time.sleep(0.2)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urlopen(self.url + "/health", timeout=10) as response:
+                return response.status == 200
+        except (OSError, HTTPException):  # refusals and time-outs too
+            return False
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -146,6 +150,8 @@ def first_layers(model: str | Path, layers: int, folder: Path) -> Path:
     Raises:
         LaunchError: its layers are elsewhere than a Llama's, or not more than that.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
+
     try:
         whole = AutoModelForCausalLM.from_pretrained(model)
     except (OSError, ValueError, SafetensorError) as error:

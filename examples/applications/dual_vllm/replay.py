@@ -21,13 +21,15 @@ Answers = dict[tuple[str, bytes], bytes]
 def record(server: Server) -> Answers:
     """Keeps what a server answers from now on."""
     answers: Answers = {}
-    send = server._send
+    send = server.client.send
 
-    async def send_and_keep(method: str, path: str, data: bytes = b"") -> bytes:
-        answers[path, data] = content = await send(method, path, data or None)
+    async def send_and_keep(
+        method: str, path: str, data: bytes | None, kind: str
+    ) -> bytes:
+        answers[path, data or b""] = content = await send(method, path, data, kind)
         return content
 
-    server._send = send_and_keep
+    server.client.send = send_and_keep
     return answers
 
 
@@ -44,7 +46,7 @@ def replay(answers: Sequence[Answers]) -> Iterator[list[str]]:
     there.close()  # so that the end of the process is seen
     try:
         port = here.recv()
-        yield [f"http://127.0.0.1:{port}/{n}" for n in range(len(answers))]
+        yield [f"http://127.0.0.1:{port}/{n}/v1" for n in range(len(answers))]
     finally:
         process.terminate()
         process.join()

@@ -8,7 +8,6 @@ Maximization (search.py), with the model that a server serves.
 Stop it with Ctrl-C at any time; the same command goes on where it stopped.
 """
 
-import fcntl
 import itertools
 import json
 import logging
@@ -23,10 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
-from client import TOP_LOGPROBS, Client, ServerError
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+from common import ClientError, Journal, JournalError
+from common.program import interruptible, options_named
 from prompts import Prompt, Prompts, Usage, in_one_order
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
@@ -41,7 +42,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from record import Record, restore
 from rich.table import Table
+from scorer import TOP_LOGPROBS, Scorer
 from search import (
     Consistency,
     Example,
@@ -55,12 +58,9 @@ from search import (
 from testbeds import Sample, Testbed, TestbedError, load
 
 SAMPLED_TOGETHER = 16  # prompts
-INTERRUPTED = 130  # exit status of a program that Ctrl-C stopped
+JOURNAL = "journal.jsonl"
+ADVICE = "Choose another --output, or throw it away with --restart."
 console = Console()
-
-
-class RunError(RuntimeError):
-    """The run cannot start in this folder; says what to do."""
 
 
 class Settings(BaseSettings):
@@ -115,10 +115,10 @@ class Settings(BaseSettings):
     seed: int = Field(0, description="of all random choices")
     output: Path = Field(
         Path(__file__).parents[3] / "build" / "icm",
-        description="folder of checkpoint and report",
+        description="folder of journal and report",
     )
     restart: bool = Field(
-        False, description="throw away the checkpoint there; without it a run goes on"
+        False, description="throw away the journal there; without it a run goes on"
     )
     compare: int = Field(
         0, ge=0, description="afterwards, time one call against N so many times"
@@ -134,78 +134,34 @@ class Settings(BaseSettings):
             format="%(message)s",
             handlers=[RichHandler(console=console, show_path=False)],
         )
+        goes_on = f"Nothing is lost: {self.same_command()} goes on."
         try:
-            run(self)
-        except (RunError, ServerError, TestbedError) as error:
+            with interruptible(goes_on):
+                run(self)
+        except (ClientError, JournalError, TestbedError) as error:
             name = f"[red]{type(error).__name__}[/]:"
             console.print(name, escape(str(error)), highlight=False)
-            checkpoint = self.output / Checkpoint.NAME
-            if checkpoint.exists() and isinstance(error, ServerError):
+            journal = self.output / JOURNAL
+            if isinstance(error, ClientError) and journal.stat().st_size:
                 console.print(f"Nothing is lost: {self.output} has all iterations so "
                               f"far, and {self.same_command()} goes on.",
                               markup=False)  # fmt: skip
             sys.exit(1)
-        except KeyboardInterrupt:
-            console.print(
-                f"\nStopped. All is in {self.output}; {self.same_command()} goes on.",
-                markup=False,
-            )
-            sys.exit(INTERRUPTED)
 
     def same_command(self) -> str:
         return "the same command" + (" without --restart" if self.restart else "")
 
 
-class Checkpoint:
-    """The file that a run goes on from: written whole, then put in place of the last
-    one at once.
-
-    Args:
-        identity: what must be the same for a run to go on.
-    """
-
-    NAME = "checkpoint.json"
-
-    def __init__(self, folder: Path, identity: dict):
-        self.path = folder / self.NAME
-        self.identity = identity
-
-    def save(self, **content: Any) -> None:
-        replace_file(self.path, json.dumps({"identity": self.identity} | content))
-
-    def load(self) -> dict | None:
-        if not self.path.exists():
-            return None
-        try:
-            content = json.loads(self.path.read_text())
-            theirs = content["identity"]
-            differ = [n for n, value in self.identity.items() if theirs.get(n) != value]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"{self.path} is no checkpoint of a run ({error}). Choose another "
-                "--output, or throw it away with --restart."
-            ) from error
-        if differ:
-            raise RunError(
-                f"{self.path} is of another run: it differs in {', '.join(differ)}. "
-                "Choose another --output, or throw it away with --restart."
-            )
-        return content
-
-
 def run(settings: Settings) -> dict:
-    """Searches, from the checkpoint if there is one, and reports."""
-    try:
-        settings.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"--output {settings.output}: {error.strerror}") from error
-    with claim(settings.output), connect(settings) as client:
+    """Searches, from the journal if there is one, and reports."""
+    path = settings.output / JOURNAL
+    with Journal(path, ADVICE) as journal, connect(settings) as client:
         testbed = load(
             settings.testbed,
             settings.dataset,
             settings.pool_size,
             settings.seed,
-            sample_once(settings, client),
+            sample_once(settings, client, journal),
         )
         examples = testbed.pool(settings.pool_size, settings.seed)
         prompts = Prompts(
@@ -224,13 +180,11 @@ def run(settings: Settings) -> dict:
             prompts.evaluate,
             settings.parameters(),
         )
-        checkpoint = Checkpoint(
-            settings.output, identity(settings, testbed, examples, prompts)
+        lines = journal.begin(
+            identity(settings, testbed, examples, prompts), restart=settings.restart
         )
-        if settings.restart:
-            checkpoint.path.unlink(missing_ok=True)
         state, zero_shot, usage, seconds = anneal(
-            search, prompts, checkpoint, settings.iterations, settings.seed
+            search, prompts, journal, lines, settings.iterations, settings.seed
         )
         report = summarize(
             settings, testbed, examples, prompts, state, zero_shot, usage, seconds
@@ -242,31 +196,21 @@ def run(settings: Settings) -> dict:
     return report
 
 
-def connect(settings: Settings) -> Client:
-    return Client(
-        settings.base_url,
-        settings.model,
-        api_key=settings.api_key.get_secret_value(),
-        timeout=settings.timeout,
-        patience=settings.patience,
-        requests_per_minute=settings.requests_per_minute,
-        top_logprobs=settings.top_logprobs,
-    )
+def connect(settings: Settings) -> Scorer:
+    with options_named():
+        return Scorer(
+            settings.base_url,
+            settings.model,
+            api_key=settings.api_key.get_secret_value(),
+            timeout=settings.timeout,
+            patience=settings.patience,
+            requests_per_minute=settings.requests_per_minute,
+            top_logprobs=settings.top_logprobs,
+        )
 
 
-def claim(folder: Path) -> TextIO:
-    """Keeps other runs out of the folder for as long as the file is open."""
-    file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise RunError(f"Another run uses --output {folder}.") from None
-    return file
-
-
-def sample_once(settings: Settings, client: Client) -> Sample:
-    """`Client.sample`, a few prompts at a time, which keeps the answers: a second time
+def sample_once(settings: Settings, client: Scorer, journal: Journal) -> Sample:
+    """`Scorer.sample`, a few prompts at a time, which keeps the answers: a second time
     they would differ."""
 
     def sample(prompts: Sequence[str], **fields) -> list[list[str]]:
@@ -281,7 +225,7 @@ def sample_once(settings: Settings, client: Client) -> Sample:
         if not kept.exists() or settings.restart:
             if settings.restart:
                 # It is of the solutions that go. What follows may be interrupted.
-                (settings.output / Checkpoint.NAME).unlink(missing_ok=True)
+                journal.clear()
             with console.status(f"sampling solutions ({kept.name})"):
                 replace_file(kept, json.dumps(client.sample(prompts, **fields)))
         return json.loads(kept.read_text())
@@ -322,38 +266,34 @@ def identity(
 def anneal(
     search: Search,
     prompts: Prompts,
-    checkpoint: Checkpoint,
+    journal: Journal,
+    lines: list[dict],
     iterations: int,
     seed: int,
 ) -> tuple[State, np.ndarray, list[Usage], float]:
-    """Runs the iterations that are left, and saves after each.
+    """Runs the iterations that are left, and writes each to the journal.
+
+    Args:
+        lines: that the journal has.
 
     Returns:
         The last state, the zero-shot scores, what each iteration cost, and the
         seconds that all of them took.
     """
-    content = checkpoint.load()
-    if content:
-        state = decode_state(content["state"])
-        zero_shot = np.array(content["zero_shot"])
-        usage, seconds = [Usage(*u) for u in content["usage"]], content["seconds"]
+    if lines:
+        state, zero_shot, usage, seconds, record = restore(journal, lines)
         console.print(f"Going on after iteration {state.iteration}.")
     else:
-        with console.status("Zero-shot labels and the first random ones"):
-            zero_shot = prompts.score(prompts.zero_shot())
-            refuse_unlisted(prompts)
-            state = search.start(seed)
-        usage, seconds = [], 0.0
-
-    def save() -> None:
-        checkpoint.save(
-            state=encode_state(state),
-            zero_shot=zero_shot.tolist(),
-            usage=usage,
-            seconds=seconds,
-        )
-
-    save()
+        try:
+            with console.status("Zero-shot labels and the first random ones"):
+                zero_shot = prompts.score(prompts.zero_shot())
+                refuse_unlisted(prompts)
+                state = search.start(seed)
+        except BaseException:
+            journal.clear()  # nothing was done: another run may have the folder
+            raise
+        usage, seconds, record = [], 0.0, Record(journal)
+        record.begin(state, zero_shot)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -371,7 +311,7 @@ def anneal(
             state = search.step(state)
             usage.append(prompts.usage)
             seconds += time.perf_counter() - begin
-            save()
+            record.iteration(state, prompts.usage, seconds)
             step = state.history[-1]
             objective = f"U = {step.objective:.3f}, {step.labelled} labelled"
             progress.update(task, advance=1, description=objective)
@@ -382,11 +322,11 @@ def refuse_unlisted(prompts: Prompts) -> None:
     """To be called after the zero-shot request, before any other.
 
     Raises:
-        ServerError: a label is in no prompt's top log-probabilities.
+        ClientError: a label is in no prompt's top log-probabilities.
     """
     for label, times in prompts.client.unlisted.items():
         if times == len(prompts.texts):
-            raise ServerError(
+            raise ClientError(
                 f"The label {label!r} is among the top {prompts.client.top} "
                 "log-probabilities of not one example. Is it a single token of "
                 f"{prompts.client.model}? With most tokenizers a space in front helps; "
@@ -394,33 +334,11 @@ def refuse_unlisted(prompts: Prompts) -> None:
             )
 
 
-def encode_state(state: State) -> dict:
-    version, internal, gauss = state.random_state
-    return {
-        "labels": list(state.labels.items()),
-        "scores": state.scores.tolist(),
-        "iteration": state.iteration,
-        "random_state": [version, internal, gauss],
-        "history": state.history,
-    }
-
-
-def decode_state(content: dict) -> State:
-    version, internal, gauss = content["random_state"]
-    return State(
-        {example: label for example, label in content["labels"]},
-        np.array(content["scores"]),
-        content["iteration"],
-        (version, tuple(internal), gauss),
-        tuple(Step(*step) for step in content["history"]),
-    )
-
-
 # The report
 
 
 def describe(
-    testbed: Testbed, examples: list, prompts: Prompts, client: Client
+    testbed: Testbed, examples: list, prompts: Prompts, client: Scorer
 ) -> None:
     how = "by name" if client.scores_by_name else "from top log-probabilities"
     console.print(

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from client import Client, Piece, ServerError, join
+from common import ClientError
+from scorer import Piece, Scorer, join
 from search import Example, Labels, normalize
 
 Context = tuple[tuple[int, int], ...]
@@ -107,12 +108,12 @@ class Prompts:
             demonstrations; None: as many as fit the model's context at their longest.
 
     Raises:
-        ServerError: a label is not one token, or not even one demonstration fits.
+        ClientError: a label is not one token, or not even one demonstration fits.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: Scorer,
         examples: Sequence[Example],
         labels: Sequence[str],
         header: str = "",
@@ -129,7 +130,7 @@ class Prompts:
         if max_demonstrations is not None:
             self.slots = min(self.slots, max_demonstrations)
         if not self.slots:
-            raise ServerError(
+            raise ClientError(
                 f"Not one demonstration fits the {client.max_model_len} tokens of "
                 f"context that {client.model} is served with (--max-model-len)."
             )

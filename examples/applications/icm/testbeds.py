@@ -84,7 +84,7 @@ class Testbed(BaseModel, extra="forbid"):
 
 
 Sample = Callable[..., list[list[str]]]
-"""`Client.sample`: gsm8k's candidate solutions come from the model itself."""
+"""`Scorer.sample`: gsm8k's candidate solutions come from the model itself."""
 
 
 def load(

@@ -9,8 +9,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
-from client import TOP_LOGPROBS, Client, ServerError
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+from common import ClientError
+from scorer import TOP_LOGPROBS, Scorer
 
 TOLERANCE = 1e-3
 """Nats by which a named score may differ from the same token's sampling log-prob: the
@@ -24,23 +27,23 @@ class Failure(Exception):
     """A check that failed, and what to do."""
 
 
-def completion(client: Client) -> str:
+def completion(client: Scorer) -> str:
     ((text,),) = client.sample(["import numpy as"], max_tokens=8, temperature=0)
     if not text:
         raise Failure("it generated nothing; is the model a generative one?")
     return repr(text)
 
 
-def logprobs(client: Client) -> dict[str, float]:
+def logprobs(client: Scorer) -> dict[str, float]:
     try:
         return client.top_logprobs("import numpy as")
-    except ServerError as error:
+    except ClientError as error:
         raise Failure(
             f"none ({error}); vLLM: --max-logprobs must be {client.top} or more"
         ) from error
 
 
-def named_scores(client: Client) -> str:
+def named_scores(client: Scorer) -> str:
     if not client.scores_by_name:
         raise Failure(
             "the server does not know target_token_ids. icm.py works with the top "
@@ -60,7 +63,7 @@ def named_scores(client: Client) -> str:
     return f"{len(top)} tokens, at most {worst:.1e} nats off those of sampling{note}"
 
 
-def one_call(client: Client) -> str:
+def one_call(client: Scorer) -> str:
     prompts = client.encode([f"x = {n}" for n in range(64)], begin=True)
     begin = time.perf_counter()
     client.score(prompts, [prompts[0][-1:]])
@@ -68,7 +71,7 @@ def one_call(client: Client) -> str:
     return f"64 prompts in {seconds:.2f} s"
 
 
-def prefix_cache(client: Client) -> str:
+def prefix_cache(client: Scorer) -> str:
     text = f"# {uuid.uuid4()}\n" + "import numpy as np\n" * REPEATED
     (prompt,) = client.encode([text], begin=True)
     if client.max_model_len:
@@ -101,14 +104,14 @@ def main() -> None:
                         help="to ask for")  # fmt: skip
     args = parser.parse_args()
     try:
-        client = Client(
+        client = Scorer(
             args.base_url,
             args.model,
             api_key=args.api_key,
             patience=args.patience,
             top_logprobs=args.top_logprobs,
         )
-    except ServerError as error:
+    except ClientError as error:
         sys.exit(
             f"✗ server: {error}\n"
             "  Start one: .venv/bin/vllm serve --config examples/applications/icm/configs/reference.yaml"
@@ -122,7 +125,7 @@ def main() -> None:
         nonlocal failed
         try:
             print(f"✓ {name}: {find()}")
-        except (Failure, ServerError) as problem:
+        except (Failure, ClientError) as problem:
             failed += 1
             print(f"✗ {name}: {problem}")
 

@@ -4,6 +4,7 @@ whole vocabulary and float64 NumPy, on two models; and what must come out exactl
 
 import os
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,20 +22,22 @@ from compare_models import (
 )
 from oracle import Oracle
 from safetensors.torch import load_file, save_file
-from scoring import FLOAT32_TOLERANCE, LOGIT_ERROR
-from tiny_models import CONFIGS, make_tokenizer, save_model
+from scoring import FLOAT32_TOLERANCE, LOGIT_ERROR, random_ids
+from tiny_models import CONFIGS, save_model
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES / "applications"))
 
 from compare.divergence import TAIL_FLOOR
 from compare.figures import CONFIDENCE, Positions, summarize
-from compare.windows import cut
+from compare.windows import Window
 
 FAMILIES = ("llama", "qwen2")  # the second has a tied head
 TOP_K, SAMPLES = 16, 8
-CONTEXT, STRIDE = 64, 48
-TEXT = Path(__file__).read_text()[:4000]
+CONTEXT = 64
+TEXTS = 32
+LENGTH = TEXTS * CONTEXT
 KL_TOLERANCE = 2 * FLOAT32_TOLERANCE + 2 * TAIL_FLOOR
 """Of a divergence, in nats: the mean, under p, of a difference of two float32
 log-probabilities; and what the bound's floor on tails may take."""
@@ -52,11 +55,6 @@ class Case(NamedTuple):
     engines: list
     positions: Positions  # of the model
     figures: dict
-
-
-@pytest.fixture(scope="module")
-def windows() -> list:
-    return cut(make_tokenizer()(TEXT)["input_ids"], CONTEXT, STRIDE)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +80,18 @@ def separate_twins(folder: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
+def drawn_windows(folder: Path) -> list[Window]:
+    """Texts that the model draws itself, so that the right token is often probable."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    first = torch.tensor(random_ids(0, 500, TEXTS, 1))
+    ids = model.generate(
+        first, attention_mask=torch.ones_like(first), do_sample=True, temperature=0.7,
+        top_k=0, min_new_tokens=CONTEXT - 1, max_new_tokens=CONTEXT - 1,
+    )  # fmt: skip
+    return [Window(row, CONTEXT - 1) for row in ids.tolist()]
+
+
 def positions_of(reference, result) -> Positions:
     return Positions(
         reference.next_logprobs, result.next_logprobs, reference.logprobs[:, 0],
@@ -91,22 +101,22 @@ def positions_of(reference, result) -> Positions:
 
 
 @pytest.fixture(scope="module")
-def case(runner, folders, windows):
+def case(runner, folders):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from compare.reference import compare_with, make_reference
     from vllm import LLM
 
-    ids = np.array([i for w in windows for i in w.token_ids[-w.scored :]])
-
     @cache
     def make(family: str, top_k: int = TOP_K) -> Case:
+        windows = drawn_windows(folders(family)[0])
+        ids = np.array([i for w in windows for i in w.token_ids[-w.scored :]])
         true = [true_logprobs(Oracle(folder), windows) for folder in folders(family)]
         size = CONFIGS[family].vocab_size
         options = OPTIONS | {"max_logprobs": size + SAMPLES + 1}
         engines = [LLM(str(folder), **options) for folder in folders(family)]
         reference = make_reference(engines[0], windows, top_k, SAMPLES)
         positions = positions_of(reference, compare_with(engines[1], reference))
-        figures = summarize(positions, len(TEXT.encode()))
+        figures = summarize(positions, LENGTH)
         return Case(*true, ids, reference, engines, positions, figures)
 
     return make
@@ -173,7 +183,7 @@ def test_the_same_by_confidence(case, family):
     it = case(family)
     confidence = np.exp(it.p.max(axis=1))
     rows = it.figures["by_confidence"]
-    assert len(rows) > 4 and sum(row["positions"] for row in rows) == len(it.ids)
+    assert len(rows) > 2 and sum(row["positions"] for row in rows) == len(it.ids)
     for row in rows:
         keep = (confidence >= row["from"]) & (confidence < row["to"])
         near = np.abs(confidence[:, None] - CONFIDENCE).min(axis=1) < FLOAT32_TOLERANCE
@@ -196,7 +206,7 @@ def test_a_model_compared_with_itself_loses_exactly_nothing(case, family):
 
     it = case(family)
     result = compare_with(it.engines[0], it.reference)
-    figures = summarize(positions_of(it.reference, result), len(TEXT))
+    figures = summarize(positions_of(it.reference, result), LENGTH)
     assert figures["perplexity_ratio"] == {"value": 1, "low": 1, "high": 1}
     assert figures["correlation"] == 1
     nothing = {"mean": 0, "standard_error": 0}
@@ -221,7 +231,7 @@ def test_other_batches_are_of_the_order_of_rounding(case):
 
 
 def test_positions_that_are_not_finite_are_counted_and_left_out(
-    case, windows, tmp_path, folders
+    case, tmp_path, folders
 ):
     from compare.reference import compare_with
     from vllm import LLM
@@ -231,19 +241,24 @@ def test_positions_that_are_not_finite_are_counted_and_left_out(
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
-    used = [ids for ids, _ in windows]
-    rare = next(i for i in used[-1] if all(i not in ids for ids in used[:-1]))
+    windows = it.reference.windows
+    # The token that the fewest windows hold, and the rows that its state reaches.
+    used = Counter(i for ids, _ in windows for i in set(ids))
+    rare = used.most_common()[-1][0]
+    broken = np.array(
+        [rare in ids[:end] for ids, n in windows for end in range(len(ids) - n, len(ids))]
+    )
     weights["model.embed_tokens.weight"][rare] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     size = CONFIGS["llama"].vocab_size
     llm = LLM(str(tmp_path), **OPTIONS, max_logprobs=size)
     positions = positions_of(it.reference, compare_with(llm, it.reference))
-    figures = summarize(positions, len(TEXT))
-    ids, scored = windows[-1]
-    first = len(ids) - scored
-    broken = sum(position > ids.index(rare) for position in range(first, len(ids)))
-    assert 0 < broken == figures["non_finite"]
-    keep = np.arange(len(it.ids)) < len(it.ids) - broken
+    figures = summarize(positions, LENGTH)
+    # They may be more: vLLM's attention on a CPU multiplies what a block of the KV cache
+    # held before by 0, which leaves a NaN a NaN.
+    keep = positions.finite()
+    assert broken.any() and not (keep & broken).any()
+    assert keep.mean() > 0.9 and figures["non_finite"] == (~keep).sum()
     expected = true_figures(it.p[keep], it.q[keep], it.ids[keep])
     got = reported(figures)
     for name in ("perplexity", "perplexity_ratio"):

@@ -133,8 +133,14 @@ def import_tag(checkout: Checkout, release: str, commit: str, url: str) -> str:
     return tree(checkout, release)
 
 
-def check_out(checkout: Checkout, release: str, folder: Path) -> git.Git:
+def check_out(
+    checkout: Checkout, release: str, folder: Path, files: bool = True
+) -> git.Git:
     """Clone a base into ``folder``, with no branch checked out.
+
+    Args:
+        files: write the files as well. Without, git takes each that it needs from the
+            index, which is enough to apply patches.
 
     Raises:
         ToolError: the release was not imported.
@@ -142,10 +148,11 @@ def check_out(checkout: Checkout, release: str, folder: Path) -> git.Git:
     if not has(checkout, release):
         raise ToolError(f"vLLM {release} is not imported yet: run ./build.sh first")
     hermetic_git(checkout.build).clone(
-        "--quiet", "--local", "--template=", "--branch", branch(release),
-        str(checkout.bases), str(folder),
+        "--quiet", "--local", "--no-checkout", "--template=", "--branch",
+        branch(release), str(checkout.bases), str(folder),
     )  # fmt: skip
     repository = hermetic_git(folder)
-    repository.checkout("--quiet", "--detach")
+    repository.update_ref("--no-deref", "HEAD", in_clone(release))
     repository.branch("--quiet", "-D", branch(release))
+    repository.reset("--quiet", "--hard" if files else "--mixed")
     return repository

@@ -31,8 +31,7 @@ def export(checkout: Checkout, tree: Path | None = None) -> Series:
             round trip, or the stacks do not apply together. Nothing is written then.
     """
     lock = locks.read(checkout)
-    folder = tree or checkout.source
-    repository = source.ready(checkout, folder)
+    repository = source.ready(checkout, tree)
     base = bases.commit(checkout, lock.release)
     with checkout.scratch() as scratch:
         moved = stacks.restacked(repository, scratch / "restacked")

@@ -99,7 +99,8 @@ class _Git(git.Git):
             and not name.startswith(_KEPT_PREFIXES)
             and name not in self.environment()
         ]
-        return super().execute(["env", *dropped, *command], **options)
+        prefix = ["env", *dropped] if dropped else []
+        return super().execute([*prefix, *command], **options)
 
 
 def hermetic_git(folder: Path) -> git.Git:

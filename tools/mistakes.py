@@ -21,20 +21,31 @@ class Mistakes:
     def __init__(self, repository: git.Git, base: str) -> None:
         self.repository = repository
         self.base = base
-        self._paths = functools.cache(self._list)
-        self._defined = functools.cache(_defined)
+        # Most files are the same in most commits.
+        self._blobs = functools.cache(self._list)
+        self._source = functools.cache(repository.cat_file)
+        self._imports = functools.cache(lambda blob: imports(self._text(blob)))
+        self._defined = functools.cache(lambda blob: defined(self._text(blob)))
 
     def of(self, commit: str, paths: list[str]) -> list[str]:
         """What is wrong with those files of a commit, a line each."""
         found = []
         for path in paths:
             if path.endswith(".py") and self.has(commit, path):
-                found += undefined(self.show(commit, path), path) or [
+                found += self.undefined(commit, path) or [
                     f"{path}:{line}: {module} has no {name}" if name
                     else f"{path}:{line}: there is no module {module}"
                     for module, name, line in self.unknown(commit, path)
                 ]  # fmt: skip
         return found
+
+    def has(self, commit: str, path: str) -> bool:
+        """Whether a commit has a file."""
+        return path in self._blobs(commit)
+
+    def undefined(self, commit: str, path: str) -> list[str]:
+        """A syntax error in a file of a commit, or names that are nowhere defined."""
+        return undefined(self._text(self._blobs(commit)[path]), path)
 
     def unknown(self, commit: str, path: str) -> list[tuple[str, str, int]]:
         """Imports from vLLM of what the commit's tree does not have.
@@ -44,36 +55,32 @@ class Mistakes:
         Returns:
             module, name (or "") and line of each.
         """
-        source = self.show(commit, path)
-        known = self.has(self.base, path)
-        before = imports(self.show(self.base, path)) if known else {}
+        before = self._blobs(self.base).get(path)
+        known = self._imports(before) if before else {}
         return [
             (module, name if self._has(commit, module, "") else "", line)
-            for (module, name), line in imports(source).items()
-            if (module, name) not in before and not self._has(commit, module, name)
+            for (module, name), line in self._imports(self._blobs(commit)[path]).items()
+            if (module, name) not in known and not self._has(commit, module, name)
         ]
 
     def _has(self, commit: str, module: str, name: str) -> bool:
-        paths = self._paths(commit)
+        blobs = self._blobs(commit)
         stem = module.replace(".", "/")
-        file = next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in paths), "")
+        file = next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in blobs), "")
         if not name or not file:
-            return bool(file) or any(path.startswith(f"{stem}/") for path in paths)
-        if f"{stem}/{name}.py" in paths or f"{stem}/{name}/__init__.py" in paths:
+            return bool(file) or any(path.startswith(f"{stem}/") for path in blobs)
+        if f"{stem}/{name}.py" in blobs or f"{stem}/{name}/__init__.py" in blobs:
             return True
-        names = self._defined(self.show(commit, file))
+        names = self._defined(blobs[file])
         return name in names or not names.isdisjoint({"*", "__getattr__"})
 
-    def has(self, commit: str, path: str) -> bool:
-        """Whether a commit has a file."""
-        return path in self._paths(commit)
+    def _list(self, commit: str) -> dict[str, str]:
+        rows = self.repository.ls_tree("-r", commit).splitlines()
+        split = (row.partition("\t") for row in rows)
+        return {path: about.split()[2] for about, _, path in split}
 
-    def _list(self, commit: str) -> frozenset[str]:
-        listed = self.repository.ls_tree("-r", "--name-only", commit)
-        return frozenset(listed.splitlines())
-
-    def show(self, commit: str, path: str) -> str:
-        return self.repository.show(f"{commit}:{path}")
+    def _text(self, blob: str) -> str:
+        return self._source("blob", blob)
 
 
 def undefined(source: str, path: str) -> list[str]:
@@ -110,7 +117,7 @@ def imports(source: str) -> dict[tuple[str, str], int]:
     return found
 
 
-def _defined(source: str) -> frozenset[str]:
+def defined(source: str) -> frozenset[str]:
     """Every name that a module may define at its top level, roughly: too many."""
     found = set()
     for node in ast.walk(ast.parse(source)):

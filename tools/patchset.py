@@ -9,7 +9,9 @@ import git
 
 from tools.mistakes import Mistakes
 from tools.rewritten import FileDiff, parse, rewritten
-from tools.stacks import ALL, BRANCHES, DEPTH, FIXES, SCORING, STACKS, Contents, below, layers
+from tools.stacks import (
+    ALL, BRANCHES, DEPTH, FIXES, SCORING, STACKS, Contents, below, layers,
+)  # fmt: skip
 
 # A patch above this needs a design discussion upstream; tests and docs not counted.
 CODE_LINES_LIMIT = 500

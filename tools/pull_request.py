@@ -14,7 +14,7 @@ import git
 from tools import bases, lock as locks, stacks
 from tools.common import Checkout, ToolError, clean_environment
 from tools.hermetic import hermetic_git
-from tools.mistakes import Mistakes, undefined
+from tools.mistakes import Mistakes
 from tools.rewritten import parse
 from tools.stacks import DoesNotApply
 from tools.upstream_tests import touched
@@ -57,7 +57,7 @@ class _Line:
 def _put(repository: git.Git, base: str, line: _Line, chosen: set[str]) -> None:
     """Apply the chosen patches, in order, to the base."""
     repository.am("--abort", with_exceptions=False)
-    repository.checkout("--quiet", "--force", "--detach", base)
+    repository.checkout("--quiet", "--detach", base)
     for name in line.names:
         if name in chosen:
             stacks.apply(repository, "", {name: line.patches[name]}, "")
@@ -65,7 +65,7 @@ def _put(repository: git.Git, base: str, line: _Line, chosen: set[str]) -> None:
 
 def _lacks(mistakes: Mistakes, commit: str, path: str) -> set[str]:
     """Files of which something is missing, for one to be sound; empty if it is."""
-    if undefined(mistakes.show(commit, path), path):
+    if mistakes.undefined(commit, path):
         return {path}
     stems = [
         (module.replace(".", "/"), name)
@@ -132,9 +132,9 @@ def prepare(checkout: Checkout, name: str, run_tests: bool = False) -> str:
     base = bases.in_clone(release)
     line = _Line(contents, stack, file)
     with checkout.scratch() as scratch:
+        trial = bases.check_out(checkout, release, scratch / "trial", files=False)
+        chosen = needed(trial, base, line)
         repository = bases.check_out(checkout, release, scratch / "src")
-        chosen = needed(repository, base, line)
-        _put(repository, base, line, set())
         repository.checkout("--quiet", "-b", short)
         for one in chosen:
             stacks.apply(repository, stack, {one: line.patches[one]})
@@ -205,5 +205,6 @@ def _text(folder: Path, chosen: list[str], tests: list[str], result: str) -> str
         text = sections.get(found[1].strip())
         return found[0] if text is None else f"## {found[1].strip()}\n\n{text}\n"
 
-    filled = re.sub(r"^## (.+)\n(?:\n<!--[\s\S]*?-->\n)?", fill, template, flags=re.MULTILINE)
+    section = r"^## (.+)\n(?:\n<!--[\s\S]*?-->\n)?"
+    filled = re.sub(section, fill, template, flags=re.MULTILINE)
     return f"<!-- Title: {title} -->\n{filled}"

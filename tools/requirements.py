@@ -18,7 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tools import fetch, lock as locks
-from tools.common import HERE, Checkout, ToolError, clean_environment, run_main, write_atomically
+from tools.common import (
+    HERE, Checkout, ToolError, clean_environment, run_main, write_atomically,
+)  # fmt: skip
 
 # Not needed for text models. The index's builds of the first three break `import
 # transformers` beside a CPU torch, and triton comes from a code host there.

@@ -45,13 +45,14 @@ def open_source(checkout: Checkout, branch: str = ALL, discard: bool = False) ->
             repository.checkout("--quiet", branch)
             return
     with checkout.scratch() as folder:
-        repository = stacks.build(checkout, lock.release, contents, folder / "src")
+        made = folder / "src"
+        repository = stacks.build(checkout, lock.release, contents, made, files=True)
         repository.checkout("--quiet", branch)
         _agree(repository, contents)
         for key, value in CHECKOUT_CONFIG.items():
             repository.config(key, value)
         shutil.rmtree(checkout.source, ignore_errors=True)
-        (folder / "src").rename(checkout.source)
+        made.rename(checkout.source)
 
 
 def unexported(checkout: Checkout) -> str:
@@ -78,13 +79,17 @@ def unexported(checkout: Checkout) -> str:
     return ""
 
 
-def ready(checkout: Checkout, folder: Path) -> git.Git:
+def ready(checkout: Checkout, tree: Path | None) -> git.Git:
     """A working tree whose three branches can be exported.
+
+    Args:
+        tree: where it is; ``build/src`` if not given.
 
     Raises:
         ToolError: it has work that is on none of the stacks' branches, or one of
             them does not stand on the imported release.
     """
+    folder = tree or checkout.source
     if not (folder / ".git").exists():
         raise ToolError(f"no git tree at {folder}: `./build.sh series open` first")
     repository = hermetic_git(folder)
@@ -99,7 +104,7 @@ def ready(checkout: Checkout, folder: Path) -> git.Git:
         common = repository.merge_base(base, stack, with_exceptions=False)
         if common != base:
             raise ToolError(f"branch {stack} of {folder} does not stand on {base[:12]}")
-    if folder == checkout.source:
+    if tree is None:
         _nothing_astray(checkout, repository)
     return repository
 
@@ -109,7 +114,7 @@ def _nothing_astray(checkout: Checkout, repository: git.Git) -> None:
     if not _commit(repository, generated):
         raise ToolError(
             f"{checkout.source} is not a tree that `open` made: keep your commits, "
-            "`open --discard`, or give `export --from` the path of a copy"
+            "`open --discard`; `export --from build/src` takes its branches as they are"
         )
     if _known(repository) != _digest(stacks.read(checkout)):
         raise ToolError(

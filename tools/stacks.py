@@ -174,13 +174,22 @@ def apply(
         raise DoesNotApply(stack, name, str(error.stderr), hint) from None
 
 
-def build(checkout: Checkout, release: str, contents: Contents, folder: Path) -> git.Git:
+def build(
+    checkout: Checkout,
+    release: str,
+    contents: Contents,
+    folder: Path,
+    files: bool = False,
+) -> git.Git:
     """Clone the base into ``folder`` and make the four branches; ``all`` is current.
+
+    Args:
+        files: write all files, not only those that the patches touch.
 
     Raises:
         ToolError: a patch does not apply.
     """
-    repository = bases.check_out(checkout, release, folder)
+    repository = bases.check_out(checkout, release, folder, files)
     base = bases.in_clone(release)
     for stack in STACKS:
         # `git rebase` without further words takes what is tracked.
@@ -273,7 +282,8 @@ def restacked(repository: git.Git, folder: Path) -> git.Git:
     if not moved:
         return repository
     origin = str(repository.working_dir)
-    repository.clone("--quiet", "--local", "--no-checkout", "--template=", origin, str(folder))
+    options = ["--quiet", "--local", "--no-checkout", "--template="]
+    repository.clone(*options, origin, str(folder))
     clone = hermetic_git(folder)
     for branch in STACKS:
         clone.update_ref(f"refs/heads/{branch}", repository.rev_parse(branch))

@@ -40,7 +40,7 @@ def test_the_line_at_start(engine, caplog, options, expected):
     # 255: an engine that no other test has started.
     engine("llama", max_model_len=255, **options)
     lines = [m for m in caplog.messages if m.startswith("Prefix caching:")]
-    assert lines == [f"Prefix caching: {expected}"]
+    assert len(lines) == 1 and lines[0].startswith(f"Prefix caching: {expected}")
 
 
 @pytest.fixture(scope="module")

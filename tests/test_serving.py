@@ -490,10 +490,6 @@ def test_a_prompt_that_leaves_no_room_is_too_long(server):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/responses", {"input": "x"}),
         ("/tokenize", {"prompt": "x"}),
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
-        ),
     ],
 )
 def test_endpoints_that_do_not_score(server, path, body, name):

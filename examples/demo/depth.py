@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding by depth: how much faster steps are, and what it costs in quality."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from engine import by_turns, options, over
+from files import Files, held_out
+from rows import Row
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+LAYERS = 12
+CUTOFFS = [6, 9]
+SHARES = [0.1, 0.8, 0.1]
+"""Of the tokens of a step, that exit after 6 and after 9 layers, and that run all."""
+SEQUENCES, PROMPT, DECODED = 64, 32, 25
+TIMED = 13
+BUDGET = 12
+"""Seconds in which the ways take turns."""
+
+
+class ForcedTokens(AdapterLogitsProcessor):
+    """Makes a request generate the tokens in its `extra_args["forced"]`."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params):
+        forced = (params.extra_args or {}).get("forced")
+        if forced is None:
+            return None
+
+        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            token = forced[len(output_ids)]
+            logits.fill_(-torch.inf)
+            logits[token] = 0.0
+            return logits
+
+        return force
+
+
+def run(files: Files) -> Iterator[Row]:
+    """Yields one row: full depth against routed, in one engine by turns."""
+    llm = LLM(
+        **options(
+            str(files.model),
+            max_num_seqs=SEQUENCES,
+            max_model_len=PROMPT + DECODED + 1,
+            logits_processors=[ForcedTokens],
+            enable_utio=True,
+            utio_bucket_cutoffs=CUTOFFS,
+            utio_bucket_shares=SHARES,
+            utio_calibration=str(files.calibration),
+            utio_min_batch_size=1,
+            utio_gate=False,  # routes always: it is what is to be seen
+        )
+    )
+    windows = read_windows(llm.get_tokenizer(), files)
+    full, greedy, _ = force(llm, windows, LAYERS)
+    routed, others, depth = force(llm, windows, None)
+    rise = math.exp(full.mean() - routed.mean()) - 1
+    slow, fast = by_turns(
+        (lambda: decode(llm, windows, LAYERS), lambda: decode(llm, windows, None)),
+        BUDGET,
+    )
+    yield Row(
+        f"Decoding {SEQUENCES} sequences by depth (experimental)",
+        f"all {LAYERS} layers\n{step(slow.answers)}",
+        f"{depth:.1f} layers on average\n{step(fast.answers)}",
+        over(slow.answers, fast.answers),
+        "as fast a step",
+        f"perplexity {rise:+.1%}; {(greedy == others).mean():.0%} of greedy choices "
+        "the same",
+    )
+
+
+def decode(llm: LLM, windows: list[list[int]], max_depth: int | None) -> float:
+    """Seconds of a step in which every sequence decodes a token."""
+    params = SamplingParams(max_tokens=TIMED, **sampling(max_depth))
+    _, seconds = generate(llm, windows, [params] * SEQUENCES)
+    return seconds / (TIMED - 1)
+
+
+def step(seconds: Sequence[float]) -> str:
+    return f"{np.median(seconds) * 1e3:.0f} ms a step"
+
+
+def read_windows(tokenizer, files: Files) -> list[list[int]]:
+    """The beginnings of held-out texts, then what follows in each."""
+    length = PROMPT + DECODED
+    tokens = [tokenizer.encode(t, verbose=False) for t in held_out(files.archive)]
+    windows = [
+        ids[start : start + length]
+        for start in range(0, 100 * length, length)
+        for ids in tokens
+        if len(ids) >= start + length
+    ]
+    return windows[:SEQUENCES]
+
+
+def sampling(max_depth: int | None) -> dict:
+    """Of greedy decoding. `max_depth` of all layers exempts a request from routing."""
+    return {
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "max_depth": max_depth,
+    }
+
+
+def force(
+    llm: LLM, windows: list[list[int]], max_depth: int | None
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Forces the windows through decoding.
+
+    Returns:
+        Log-probability of each forced token, the token that greedy decoding would
+        choose, both `[sequences, decode steps]`, and the mean number of layers.
+    """
+    params = [
+        SamplingParams(
+            max_tokens=DECODED,
+            logprobs=1,
+            extra_args={"forced": window[PROMPT:]},
+            **sampling(max_depth),
+        )
+        for window in windows
+    ]
+    outputs, _ = generate(llm, windows, params)
+    logprobs = np.empty((len(windows), DECODED))
+    greedy = np.empty((len(windows), DECODED), np.int64)
+    for row, (output, window) in enumerate(zip(outputs, windows, strict=True)):
+        for column, found in enumerate(output.logprobs):
+            logprobs[row, column] = found[window[PROMPT + column]].logprob
+            greedy[row, column] = next(i for i, x in found.items() if x.rank == 1)
+    depth = float(np.mean([output.mean_decode_depth for output in outputs]))
+    return logprobs[:, 1:], greedy[:, 1:], depth  # the first comes from the prompt
+
+
+def generate(
+    llm: LLM, windows: list[list[int]], params: list[SamplingParams]
+) -> tuple[list, float]:
+    """The completions, and the seconds since all requests had a token."""
+    engine = llm.llm_engine
+    for n, (window, own) in enumerate(zip(windows, params, strict=True)):
+        prompt = TokensPrompt(prompt_token_ids=window[:PROMPT])
+        engine.add_request(f"{n}", prompt, own)
+    done, begun, started = {}, set(), 0.0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            begun.add(output.request_id)
+            if output.finished:
+                done[int(output.request_id)] = output.outputs[0]
+        if not started and len(begun) == len(windows):
+            started = time.perf_counter()
+    return [done[n] for n in range(len(windows))], time.perf_counter() - started

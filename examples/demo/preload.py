@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the process that the parts are forked from imports, once for all of them."""
+
+from common import quiet
+
+quiet.hush(in_process=True)  # of this process too
+
+import lm_eval.models.vllm_causallms  # noqa: F401
+import vllm.model_executor.models.llama  # noqa: F401
+import vllm.v1.engine.core  # noqa: F401
+import vllm.v1.engine.llm_engine  # noqa: F401
+import vllm.v1.worker.cpu_worker  # noqa: F401

@@ -38,6 +38,10 @@ class Checkout:
         return self.root / "patches"
 
     @property
+    def docs(self) -> Path:
+        return self.root / "docs"
+
+    @property
     def build(self) -> Path:
         return self.root / "build"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``patches/`` from the branches of a git tree, and check it.
 
-Either way the patch files are applied to the base and formatted again, which must
+With it goes ``docs/features/``, the pages that the patches bring. Either way the patch files are applied to the base and formatted again, which must
 give the same trees and the same bytes. Nothing is written unless every rule is kept.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import git
 
-from tools import bases, lock as locks, source, stacks
+from tools import bases, docs, lock as locks, source, stacks
 from tools.common import Checkout, ToolError, write_atomically
 from tools.lock import Lock
 from tools.patchset import Series, describe, lint, tables
@@ -52,6 +52,7 @@ def export(checkout: Checkout, tree: Path | None = None) -> Series:
         )
         _complain(lint(series) + [f"{name}: {said}" for name in lossy])
         _write(checkout, lock, series)
+        docs.write(checkout, docs.pages(built, base))
         if tree is None:
             source.update(checkout, built, contents)
     return series
@@ -72,6 +73,7 @@ def check(checkout: Checkout) -> Series:
         stacks.verify(checkout, lock, stacks.trees(built))
         series = describe(built, base, contents, stacks.trees(built))
         changed = _changed(contents, _formatted(built, base))
+        pages = docs.pages(built, base)
     problems = lint(series)
     problems += [f"{name}: not the bytes that export writes" for name in changed]
     wanted = _files(checkout, lock, series)
@@ -87,6 +89,7 @@ def check(checkout: Checkout) -> Series:
             name not in there or (checkout.patches / name).read_bytes() != content
         ):
             problems.append(f"{name}: the table is not up to date")
+    problems += docs.stale(checkout, pages)
     if problems:
         problems.append("`./build.sh series open` and `export` write them anew")
     _complain(problems)

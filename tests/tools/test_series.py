@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import FILES, MESSAGE, RELEASE, commit, engine, exported, make_checkout, person
 
-from tools import bases, lock as locks, source, stacks
+from tools import bases, lock as locks, series, source, stacks
 from tools.common import ToolError
 from tools.export import check, export
 from tools.hermetic import hermetic_git
@@ -365,3 +365,23 @@ def test_a_tag_that_moved_is_refused_with_both_commits(forked, tmp_path):
     with pytest.raises(ToolError) as error:
         bases.import_tag(forked, RELEASE, "0123abcde", url)
     assert commit_id in str(error.value) and "0123abcde" in str(error.value)
+
+
+def test_pages_that_patches_add_are_copied_and_kept_fresh(forked):
+    by_hand = forked.docs / "by_hand.md"
+    by_hand.parent.mkdir()
+    by_hand.write_text("# Ours\n")
+    page = {"docs/features/fast.md": b"# Fast\n", "docs/engine.md": b"# Other\n"}
+    commit(forked, DEPTH, MESSAGE.format(what="Explain it"), page)
+    export(forked)
+    copy = forked.docs / "features" / "fast.md"
+    assert copy.read_text().endswith("\n\n# Fast\n")
+    assert {f.name for f in forked.docs.rglob("*.md")} == {"by_hand.md", "fast.md"}
+    check(forked)
+
+    copy.write_text(copy.read_text() + "edited\n")
+    with pytest.raises(ToolError, match="docs/features/fast.md: not what the patches"):
+        check(forked)
+
+    series.drop(forked, "explain-it")
+    assert [f.name for f in forked.docs.rglob("*.md")] == ["by_hand.md"]

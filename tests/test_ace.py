@@ -23,7 +23,8 @@ sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 from ace import ClientError, Completion, LLMClient, Playbook, Sampling
 from ace import __main__ as program
 from ace import bench, make_samples, prompts
-from ace.client import REFERENCE_MODEL, TEMPLATE, is_continued
+from ace.chat import is_continued
+from ace.client import REFERENCE_MODEL, TEMPLATE
 from ace.playbook import (
     Add,
     Bullet,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/applications/ace` from end to end with the reference model: vLLM in this process, a live
-`vllm serve` on the loopback and transformers, all in float32. The server is killed and
-started again in the middle of a run.
+"""`examples/applications/ace` from end to end with the reference model: vLLM in this
+process, a live `vllm serve` on the loopback and transformers, all in float32. The server
+is killed and started again in the middle of a run.
 
 Nothing here depends on the model runner; V1 is used.
 """

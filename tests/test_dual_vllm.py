@@ -175,8 +175,8 @@ def test_a_text_begins_as_it_does_after_the_prompt():
     tokenizer.decoder = decoders.Metaspace()
     assert tokenizer.decode([1]) == "b"
     dual = SimpleNamespace(tokenizer=tokenizer)
-    for prompt, drawn, text in (([0], [1], " b"), ([0] * 9, [2, 1], "c b"), ([0], [], "")):
-        output = GenerationOutput(0, prompt, drawn)
+    for prompt, ids, text in (([0], [1], " b"), ([0] * 9, [2, 1], "c b"), ([0], [], "")):
+        output = GenerationOutput(0, prompt, ids)
         DualVLLMCoordinator.set_text(dual, output)
         assert output.text == text
 

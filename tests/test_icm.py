@@ -69,7 +69,7 @@ def settings(server, testbed, output, **options) -> icm.Settings:
 
 
 def saved(output: Path) -> dict:
-    """What the journal says, put together by its definition: a line has what changed."""
+    """What the journal says: a line has what changed."""
     _, *lines = map(json.loads, (output / icm.JOURNAL).read_text().splitlines())
     fields: dict = {}
     for line in lines:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/applications/icm` from end to end against a live server of the reference model, which
-is killed and started again in the middle of a run."""
+"""`examples/applications/icm` from end to end against a live server of the reference
+model, which is killed and started again in the middle of a run."""
 
 import json
 import os

@@ -278,7 +278,7 @@ def _read_chat_top(logprobs: _ChatLogprobs | None) -> list[dict[str, float]] | N
 def read_scores(targets: _Targets) -> Scores:
     try:
         logprobs = _array(targets.logprobs, np.float32)
-        logprobs = np.where(np.isnan(logprobs), np.float32(-np.inf), logprobs)
+        logprobs[np.isnan(logprobs)] = -np.inf
         scores = Scores(
             targets.start,
             _array(targets.token_ids, np.int32),

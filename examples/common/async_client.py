@@ -77,6 +77,7 @@ class AsyncClient:
         self._transport = Transport(Address.parse(base_url), api_key, timeout)
         self._api = self._transport.address.api
         self._free = asyncio.Semaphore(concurrency)
+        self._connecting = asyncio.Lock()
         self._next_request = 0.0  # seconds on the event loop's clock
         self._sleep = asyncio.sleep
 
@@ -110,13 +111,10 @@ class AsyncClient:
         Raises:
             ClientError: it is not there, or there are several to choose from.
         """
-        if self.model is None:
-            models = await self.models()
-            if self.wanted is None and len(models) > 1:
-                names = sorted(model.name for model in models)
-                raise ClientError(f"choose a model of {names}", url=self.url)
-            self.model = self._choose(models, self.wanted or models[0].name)
-        return self.model
+        async with self._connecting:
+            if self.model is None:
+                self.model = self._choose(await self.models(), self.wanted)
+            return self.model
 
     def _read_models(self, content: bytes) -> list[Model]:
         models = answers.read_models(content)
@@ -124,11 +122,13 @@ class AsyncClient:
             raise ClientError("serves no model", url=self.url)
         return models
 
-    def _choose(self, models: list[Model], wanted: str) -> Model:
-        for model in models:
-            if model.name == wanted:
-                return model
+    def _choose(self, models: list[Model], wanted: str | None) -> Model:
         names = sorted(model.name for model in models)
+        if wanted is None and len(models) > 1:
+            raise ClientError(f"choose a model of {names}", url=self.url)
+        for model in models:
+            if wanted in (None, model.name):
+                return model
         raise ClientError(f"does not serve {wanted!r}, but {names}", url=self.url)
 
     async def _is_still_there(self) -> None:
@@ -147,7 +147,9 @@ class AsyncClient:
 
     # Tokens and text
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """Token ids of a text (vLLM's servers only)."""
         body = {"prompt": text, "add_special_tokens": add_special_tokens}
         return await self._post("/tokenize", body, answers.read_tokens)

@@ -4,7 +4,8 @@ the model; see README.md."""
 
 from common import ClientError, ServerGone
 
-from ace.client import Completion, LLMClient, Sampling
+from ace.chat import Completion, Sampling
+from ace.client import LLMClient
 from ace.playbook import Playbook
 
 __all__ = [

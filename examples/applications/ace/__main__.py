@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A playbook that a model writes for itself: `python examples/applications/ace run --help`.
+"""A playbook that a model writes for itself.
 
 python examples/applications/ace run      improve a playbook over local samples
 python examples/applications/ace bench    transformers and vLLM on the same prompts
+
+`--help` after either shows its options.
 """
 
 import json

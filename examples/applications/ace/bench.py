@@ -23,7 +23,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from ace import prompts
-from ace.client import Completion, Conversation, LLMClient, Sampling
+from ace.chat import Completion, Conversation, Sampling
+from ace.client import LLMClient
 from ace.loop import PHASES, Options, Phase, curations
 from ace.playbook import read_operations, read_reflection, replace_file
 

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tqdm import tqdm
 
 from ace import prompts
-from ace.client import Conversation, LLMClient, Sampling
+from ace.chat import Conversation, Sampling
+from ace.client import LLMClient
 from ace.playbook import Playbook, Reflection, read_operations, read_reflection
 from ace.prompts import Judgement, Sample
 from ace.replies import Replies, Reply

@@ -3,8 +3,8 @@
 
     python examples/applications/ace/make_samples.py
 
-The names and the truth are those of the shipped testbed of examples/applications/icm, which are the
-annotations in the source. As many of either type; 50 to learn from, 30 to validate.
+The names and the truth are those of the shipped testbed of ICM, which are the annotations
+in the source. As many of either type; 50 to learn from, 30 to validate.
 """
 
 import json

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ace.client import Conversation
+from ace.chat import Conversation
 from ace.playbook import Playbook
 
 SHIPPED = Path(__file__).with_name("samples.json")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from common import Journal, JournalError
 
-from ace.client import Completion, Conversation
+from ace.chat import Completion, Conversation
 
 Place = tuple[int, str, int]
 """Round, phase and index of a prompt."""

@@ -11,7 +11,8 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ace import prompts
-from ace.client import REFERENCE_MODEL, ROOT, TEMPLATE, LLMClient, Provider, Sampling
+from ace.chat import Sampling
+from ace.client import REFERENCE_MODEL, ROOT, TEMPLATE, LLMClient, Provider
 from ace.loop import PHASES, Options, Phase
 from ace.playbook import Playbook
 

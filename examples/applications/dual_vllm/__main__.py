@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample from between two models: `python examples/applications/dual_vllm sample --help`.
+"""Sample from between two models; `sample --help` shows what can be set.
 
 Without addresses, a vLLM server is started for each of the two models and ended
 afterwards; by default for the reference model and its first eight layers.
@@ -186,9 +186,10 @@ async def sample(
 
         def tell() -> None:
             count = sum(len(s.output.token_ids) for s in samples)
+            seconds = time.perf_counter() - begin
             retries = sum(s.retries for dual in duals for s in dual.servers)
             print(
-                f"{count - before} tokens drawn in {time.perf_counter() - begin:.1f} s, "
+                f"{count - before} tokens drawn in {seconds:.1f} s, "
                 f"{sum(dual.rounds for dual in duals)} rounds of requests, "
                 f"{retries} repeated"
                 + (f"; {before} tokens were in {out}" if before else ""),

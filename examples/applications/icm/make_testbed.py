@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes testbeds/vllm-types.json: is a name in vLLM's source an int or a str?
 
-    .venv/bin/python examples/applications/icm/make_testbed.py --archive build/downloads/vllm-0.32.0.tar.gz
+    .venv/bin/python examples/applications/icm/make_testbed.py \\
+        --archive build/downloads/vllm-0.32.0.tar.gz
 
 The truth is the annotation in the source. Taken are names that are annotated at least
 twice and as only one of the two types. Each name comes in three forms that an annotation

@@ -191,7 +191,9 @@ class Scorer:
             )
         return LabelScores(scores, answer.cached_tokens)
 
-    def _top_scores(self, prompts: Sequence[Piece], labels: Sequence[Piece]) -> LabelScores:
+    def _top_scores(
+        self, prompts: Sequence[Piece], labels: Sequence[Piece]
+    ) -> LabelScores:
         scores = np.empty((len(prompts), len(labels)))
         for row, top in zip(scores, self._top(prompts), strict=True):
             floor = min(top.values())

@@ -48,7 +48,8 @@ def named_scores(client: Scorer) -> str:
         raise Failure(
             "the server does not know target_token_ids. icm.py works with the top "
             "log-probabilities, less exactly and without a common call; serve the "
-            "model with this fork: .venv/bin/vllm serve --config examples/applications/icm/configs/..."
+            "model with this fork: .venv/bin/vllm serve --config "
+            "examples/applications/icm/configs/..."
         )
     (prompt,) = client.encode(["import numpy as"], begin=True)
     top = client.top_ids(prompt)
@@ -114,7 +115,8 @@ def main() -> None:
     except ClientError as error:
         sys.exit(
             f"✗ server: {error}\n"
-            "  Start one: .venv/bin/vllm serve --config examples/applications/icm/configs/reference.yaml"
+            "  Start one: .venv/bin/vllm serve --config "
+            "examples/applications/icm/configs/reference.yaml"
         )
     print(f"✓ server: {client.url} serves {client.model}")
     if client.max_model_len:

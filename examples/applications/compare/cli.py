@@ -116,12 +116,13 @@ def merge(content: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     names = (*TEXTS, "dataset_split", "text_column")
     if texts := {n: v for n in names if (v := getattr(args, n)) is not None}:
         content["texts"] = texts
-    defaults = content.setdefault("defaults", {})
+    if args.option and not content.get("defaults"):
+        content["defaults"] = {}
     for text in args.option:
         name, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"--option {text}: NAME=VALUE is wanted")
-        defaults.setdefault("options", {})[name] = parse_value(value)
+        content["defaults"].setdefault("options", {})[name] = parse_value(value)
     return content
 
 

@@ -188,11 +188,14 @@ def parse_model(text: str) -> dict[str, Any]:
 
 def with_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """The content with `defaults` put into each model that does not say otherwise."""
-    defaults = content.pop("defaults", {})
+    content = dict(content)
+    defaults = content.pop("defaults", None) or {}
+    if not isinstance(defaults, dict) or not isinstance(defaults.get("options", {}), dict):
+        raise PlanError("defaults: a mapping is wanted, and one of options in it")
 
     def complete(model: Any) -> Any:
         model = {"path": model} if isinstance(model, str) else model
-        if not isinstance(model, dict) or not isinstance(defaults, dict):
+        if not isinstance(model, dict) or not isinstance(model.get("options", {}), dict):
             return model
         options = {**defaults.get("options", {}), **model.get("options", {})}
         return {**defaults, **model} | ({"options": options} if options else {})
@@ -211,8 +214,9 @@ def make_plan(content: dict[str, Any], source: str) -> Plan:
         content: what `Plan` has, and `defaults` for all models.
         source: where the content is from, for the message.
     """
+    content = with_defaults(content)
     try:
-        return Plan.model_validate(with_defaults(content))
+        return Plan.model_validate(content)
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"])) or "plan"

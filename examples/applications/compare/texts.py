@@ -209,6 +209,8 @@ def find_cut(encoder: Encoder, text: str) -> int:
         if place < 0:
             return 0
         left, right = text[place - CONTEXT : place], text[place : place + CONTEXT]
+        if left[-1:].isspace():  # how a run of spaces is cut may depend on all of it
+            continue
         if encoder.part(left + right) == encoder.part(left) + encoder.part(right):
             return place
     return 0

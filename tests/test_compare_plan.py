@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `examples/applications/compare` takes and refuses before anything starts."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+PROGRAM = Path(__file__).parents[1] / "examples" / "applications" / "compare"
+sys.path.insert(0, str(PROGRAM.parent))
+
+from compare.cli import new_parser, read_plan
+from compare.figures import Positions
+from compare.files import save_arrays, write_json
+from compare.plan import PlanError, make_plan
+from compare.store import Scores, Store
+
+MODEL = str(PROGRAM.parents[1] / "reference_model" / "model")
+TEXT = str(Path(__file__))
+
+
+def plan(arguments: list, command: str = "run"):
+    args = new_parser().parse_args([command, *map(str, arguments)])
+    return read_plan(args.parser, args)
+
+
+@pytest.fixture
+def given(tmp_path) -> list:
+    """Arguments that are in order."""
+    return ["--reference", MODEL, "--text", TEXT, "--output", tmp_path / "out"]
+
+
+def test_a_file_and_options_say_the_same(tmp_path, given):
+    path = tmp_path / "plan.yaml"
+    content = {
+        "reference": {"path": MODEL, "dtype": "float32", "name": "r"},
+        "candidates": [{"path": MODEL, "name": "c", "options": {"seed": 3}}],
+        "defaults": {"options": {"enforce_eager": True, "seed": 1}},
+        "texts": {"text": [TEXT], "limit_tokens": 50},
+        "context_length": 128,
+    }
+    path.write_text(yaml.safe_dump(content))
+    from_file = plan([path, "--output", tmp_path / "out"])
+    options = ["--reference", f"{MODEL},dtype=float32,name=r"]
+    options += ["--candidate", f"{MODEL},name=c,options.seed=3"]
+    options += ["--option", "enforce_eager=true", "--option", "seed=1"]
+    options += ["--text", TEXT, "--limit-tokens", 50, "--context-length", 128]
+    assert plan([*options, "--output", tmp_path / "out"]) == from_file
+    assert from_file.candidates[0].options == {"enforce_eager": True, "seed": 3}
+    assert from_file.step == 64
+    over = plan([path, "--top-k", 5, "--output", tmp_path / "out"])
+    assert over.top_k == 5 and over.reference == from_file.reference
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--candidate", "/no/where"], "no folder /no/where"),
+        (["--candidate", f"{MODEL},dtype=int3"], "candidates.0.dtype"),
+        (["--candidate", f"{MODEL},tensor_parallel_size=0"], "tensor_parallel_size"),
+        (["--candidate", f"{MODEL},colour=red"], "candidates.0.colour"),
+        (["--candidate", f"{MODEL},red"], "KEY=VALUE is wanted instead of red"),
+        (["--candidate", f"{MODEL},name=a/b"], "no name"),
+        (["--candidate", MODEL], "two models are called model"),
+        (["--option", "enforce_eagerly=true"], "no engine argument enforce_eagerly"),
+        (["--option", "max_model_len=3"], "context_length"),
+        (["--option", "seed"], "--option seed"),
+        (["--stride", 600], "stride"),
+        (["--context-length", 1], "context_length"),
+        (["--top-k", 0], "top_k"),
+        (["--top-k", 40_000], "top_k"),
+        (["--tail-samples", 1], "tail_samples"),
+        (["--limit-tokens", 0], "limit_tokens"),
+        (["--noise-dtype", "int4"], "noise_dtype"),
+        (["--text", "/no/where.txt"], "no file /no/where.txt"),
+        (["/no/where.yaml"], "/no/where.yaml: No such file"),
+        ([TEXT], "no YAML"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_by_name(given, wrong, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        plan([*given, *wrong])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"texts": {"text": [TEXT]}}, "reference"),
+        ({"reference": MODEL}, "texts"),
+        ({"reference": MODEL, "texts": {}}, "one of text, held_out and dataset"),
+        ({"reference": MODEL, "texts": {"text": [TEXT], "dataset": "a"}}, "one of"),
+        ({"reference": MODEL, "texts": {"text": [TEXT]}, "candidate": []}, "candidate"),
+        ({"reference": 3, "texts": {"text": [TEXT]}}, "reference"),
+        ({"reference": MODEL, "texts": {"text": [TEXT]}, "defaults": 3}, "defaults"),
+    ],
+)
+def test_a_file_that_lacks_something_is_refused(content, said):
+    with pytest.raises(PlanError, match=said):
+        make_plan(content, "plan.yaml")
+
+
+def test_help_takes_no_engine_and_less_than_two_seconds_of_a_processor():
+    for command in ("run", "report", "quantize"):
+        before = time.process_time(), children_time()
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", PROGRAM, command, "--help"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "usage: compare" in done.stdout
+        assert children_time() - before[1] < 2
+        for heavy in ("torch", "vllm", "transformers", "matplotlib"):
+            assert f" {heavy}\n" not in done.stderr
+
+
+def children_time() -> float:
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_a_folder_keeps_one_comparison(given, tmp_path):
+    it = plan(given)
+    store = Store(tmp_path / "out")
+    store.open_for(it)
+    store.open_for(it)
+    with pytest.raises(PlanError, match="other top_k and tail_samples"):
+        store.open_for(it.model_copy(update={"top_k": 3, "tail_samples": 4}))
+    more = it.model_copy(update={"candidates": [it.reference]})
+    store.open_for(more)  # another candidate is the same comparison
+
+
+def test_a_changed_model_of_a_name_is_scored_again(tmp_path):
+    from compare.plan import Model
+
+    store = Store(tmp_path / "out")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"a")
+    model = Model(path=str(folder))
+    scores = store.open_model(model)
+    write_json(scores.path(0), {})
+    assert store.open_model(model).count() == 1
+    (folder / "model.safetensors").write_bytes(b"ab")
+    assert store.open_model(model).count() == 0
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path):
+    store = Store(tmp_path)
+    with store.locked(), pytest.raises(PlanError, match="another run"):
+        with store.locked():
+            pass
+    with store.locked():
+        pass
+
+
+def test_restart_removes_nothing_but_a_comparison(given, tmp_path, capsys):
+    from compare.cli import restart
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "letter.txt").write_text("dear")
+    with pytest.raises(SystemExit):
+        restart(new_parser(), tmp_path / "out")
+    assert (tmp_path / "out" / "letter.txt").exists()
+
+
+def test_a_line_that_a_kill_cut_off_is_written_again(tmp_path):
+    store = Store(tmp_path)
+    store.add_result({"model": "a"})
+    store.add_result({"model": "b"})
+    whole = store.results_path.read_bytes()
+    for cut in (1, 5):
+        store.results_path.write_bytes(whole[:-cut])
+        store.add_result({"model": "b"})
+        assert store.results_path.read_bytes() == whole
+    store.add_result({"model": "a"})
+    assert store.results_path.read_bytes() == whole
+
+
+def test_a_file_that_a_kill_cut_off_does_not_count(tmp_path):
+    scores = Scores(tmp_path)
+    columns = {name: np.zeros(3) for name in Positions._fields}
+    metadata = {"seconds": "0.5", "kl_of_fewer": json.dumps({"1": 0.25})}
+    save_arrays(scores.path(0), columns, metadata)
+    partial = tmp_path / ".00001.safetensors.partial"
+    partial.write_bytes(scores.path(0).read_bytes()[:50])
+    assert scores.count() == 1 and not scores.has(1)
+    positions, seconds, fewer = scores.load_positions()
+    assert (len(positions.kl), seconds, fewer) == (3, 0.5, {1: 0.25})

@@ -9,7 +9,6 @@ python examples/applications/ace bench    transformers and vLLM on the same prom
 
 import json
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 if not __package__:  # run as a folder
     sys.path[0:1] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
-from common import ClientError, Journal, JournalError
+from common import ClientError, Journal, JournalError, quiet
 from common.program import interruptible
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
@@ -109,7 +108,6 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] in (["-h"], ["--help"]) or not argv or argv[0] not in COMMANDS:
         print(__doc__.strip())
         sys.exit(0 if argv[:1] in (["-h"], ["--help"]) else 2)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.basicConfig(
         level="WARNING",
         format="%(message)s",
@@ -142,5 +140,6 @@ def goes_on(settings: RunSettings) -> str:
 
 
 if __name__ == "__main__":
+    quiet.hush()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -55,6 +55,16 @@ def new_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     quantize.add_arguments(make)
     make.set_defaults(run=run_quantize, parser=make)
+    bench = commands.add_parser("bench", help="time this way beside two others")
+    bench.add_argument("folder", type=Path, metavar="OUTPUT",
+                       help="of a run: its reference and its first windows")  # fmt: skip
+    bench.add_argument("--candidate", required=True, metavar="PATH",
+                       help="a model that Transformers reads")  # fmt: skip
+    bench.add_argument("--positions", type=int, default=2000)
+    bench.add_argument("--full-positions", type=int, default=32, metavar="N",
+                       help="of the full vocabulary: an object a word")  # fmt: skip
+    bench.add_argument("--repeat", type=int, default=3)
+    bench.set_defaults(run=run_bench, parser=bench)
     return parser
 
 
@@ -184,3 +194,14 @@ def run_quantize(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         quantize.run(args)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+
+
+def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if not (args.folder / "report.json").exists():
+        parser.error(f"{args.folder} holds no finished run")
+    for name in ("positions", "full_positions", "repeat"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    from compare import bench
+
+    bench.run(args)

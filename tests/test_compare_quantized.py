@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized checkpoints that `compare quantize` makes: vLLM's scores of them against
+Transformers in float32 on the dequantized weights, with tied and with quantized head."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runners
+import torch
+from compare_models import true_logprobs
+from oracle import Oracle
+from scoring import random_ids
+from tiny_models import CONFIGS, save_model
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES / "applications"))
+
+from compare.quantize import quantize
+from compare.windows import Window
+
+CONTEXT = 128
+CASES = {
+    "W4A16": ("llama", dict(scheme="W4A16", group_size=32)),
+    "W4A16, tied head": ("qwen2", dict(scheme="W4A16", group_size=32)),
+    "W4A16, quantized head": ("llama", dict(scheme="W4A16", group_size=32, head=True)),
+    "W4A16, untied": ("qwen2", dict(scheme="W4A16", group_size=32, head=True)),
+    "W4A16, zero points": ("llama", dict(scheme="W4A16_ASYM", group_size=32)),
+    "W8A8": ("llama", dict(scheme="W8A8")),
+    "W8A8, tied head": ("qwen2", dict(scheme="W8A8")),
+    "W8A8, quantized head": ("llama", dict(scheme="W8A8", head=True)),
+    "FP8": ("llama", dict(scheme="FP8_DYNAMIC")),
+}
+OPTIONS = dict(
+    dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=64 * 2**20,
+    max_model_len=CONTEXT, enable_prefix_caching=False, max_logprobs=2000,
+)  # fmt: skip
+WINDOWS = [Window(random_ids(seed, 500, CONTEXT), CONTEXT - 1) for seed in range(4)]
+
+
+class Dequantized(Oracle):
+    """Transformers on a checkpoint's weights as they are after dequantization, in
+    float32; activations are rounded as the checkpoint says."""
+
+    def __init__(self, folder: Path):
+        config = CompressedTensorsConfig(run_compressed=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, attn_implementation="eager"
+        )
+        self._model = model.to(torch.float32).eval()
+        self._logits = {}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Models whose weights are bfloat16, as those are that one quantizes."""
+
+    @cache
+    def make(family: str) -> Path:
+        folder = save_model(family, tmp_path_factory.mktemp(family))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def logprobs(runner):
+    """vLLM's log-probabilities of all words at all scored positions of a model."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from compare.reference import score
+    from vllm import LLM
+
+    @cache
+    def run(folder: Path, words: int) -> np.ndarray:
+        llm = LLM(str(folder), **OPTIONS)
+        positions = sum(window.scored for window in WINDOWS)
+        named = np.tile(np.arange(words), (positions, 1))
+        return score(llm, WINDOWS, named)[0][:, 1:].astype(np.float64)
+
+    return run
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt((values**2).mean()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_the_dequantized_weights(name, source, logprobs, tmp_path):
+    family, options = CASES[name]
+    folder, words = source(family), CONFIGS[family].vocab_size
+    quantize(folder, tmp_path, **options)
+    expected = true_logprobs(Dequantized(tmp_path), WINDOWS)
+    error = root_mean_square(logprobs(tmp_path, words) - expected)
+    loss = root_mean_square(true_logprobs(Oracle(folder), WINDOWS) - expected)
+    # What bfloat16 makes of the same model without quantization.
+    plain = true_logprobs(Oracle(folder), WINDOWS)
+    rounding = root_mean_square(logprobs(folder, words) - plain)
+    print(f"FIGURES {name}: error {error:.4f} rounding {rounding:.4f} loss {loss:.4f}")
+    assert error < 1.5 * rounding
+    assert loss > 3 * rounding
+
+
+def test_a_checkpoint_is_small_and_says_what_it_is(source, tmp_path):
+    size = quantize(source("llama"), tmp_path, "W4A16", group_size=32)
+    whole = (source("llama") / "model.safetensors").stat().st_size
+    assert size == (tmp_path / "model.safetensors").stat().st_size < whole
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    assert config["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--scheme", "W3A16"], "--scheme"),
+        (["--scheme", "W8A8", "--group-size", "32"], "--group-size: W8A8"),
+        (["--scheme", "W4A16", "--group-size", "48"], "--group-size"),
+        (["--scheme", "W4A16", "--group-size", "0"], "--group-size"),
+        (["--scheme", "W8A8", "--model", "/no/where"], "/no/where"),
+        (["--scheme", "W8A8", "--output", str(EXAMPLES)], "--output"),
+    ],
+)
+def test_what_can_not_be_quantized_is_refused(source, wrong, said, tmp_path, capsys):
+    from compare.cli import main
+
+    arguments = ["--model", str(source("llama")), "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", *arguments, *wrong])
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory) -> Path:
+    """A folder of the form of the data set `wikitext` at the hub: a Parquet file a
+    split, configurations named in the card. Rows are lines, empty ones among them."""
+    from datasets import Dataset
+
+    folder = tmp_path_factory.mktemp("hub") / "wikitext"
+    data = folder / "wikitext-2-raw-v1"
+    data.mkdir(parents=True)
+    lines = (EXAMPLES.parent / "README.md").read_text().splitlines(keepends=True)
+    rows = Dataset.from_dict({"text": ["", *lines] * 3})
+    rows.to_parquet(data / "test-00000-of-00001.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files:\n"
+        "  - split: test\n    path: wikitext-2-raw-v1/test-*\n---\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def long_context(source, tmp_path_factory) -> Path:
+    """A W4A16 checkpoint of a model with a context of 2048."""
+    folder = tmp_path_factory.mktemp("long")
+    for file in source("llama").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 2048
+    (folder / "config.json").write_text(json.dumps(config))
+    output = tmp_path_factory.mktemp("w4a16")
+    quantize(folder, output, "W4A16", group_size=32)
+    return output
+
+
+def test_the_command_of_the_score_mode_notes(
+    runner, wikitext, long_context, tmp_path
+):
+    """Its options as they are written there, `--enforce-eager` beside them, in a folder
+    where `wikitext` is."""
+    report = tmp_path / "report.json"
+    command = [
+        sys.executable, EXAMPLES / "score_perplexity.py", "--model", long_context,
+        "--quantization", "compressed-tensors", "--dataset", "wikitext",
+        "--dataset-config", "wikitext-2-raw-v1", "--num-samples", "500",
+        "--context-length", "2048", "--stride", "512", "--tensor-parallel-size", "1",
+        "--gpu-memory-utilization", "0.95", "--trust-remote-code",
+        "--enforce-eager", "--json", report,
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*map(str, command)], cwd=wikitext.parent, capture_output=True, text=True,
+        env=runners.environment(runner) | {"HF_HOME": str(tmp_path / "hub")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["context_length"] == 2048 and found["stride"] == 512
+    lines = (EXAMPLES.parent / "README.md").read_text().splitlines(keepends=True)
+    text = "\n\n".join((["", *lines] * 3)[:500])
+    from tiny_models import make_tokenizer
+
+    ids = make_tokenizer()(text)["input_ids"]
+    assert found["scored_tokens"] == len(ids) - 1
+    assert found["windows"] == 1 + -(-(len(ids) - 2048) // 512)
+    first = Window(ids[:2048], 2047)
+    expected = true_logprobs(Dequantized(long_context), [first])
+    mean = -expected[np.arange(2047), ids[1:2048]].mean()
+    # The first window beside the whole text: a check of the scale, not of the scores.
+    assert found["paths"][0]["nats_per_token"] == pytest.approx(mean, rel=0.1)

@@ -17,9 +17,9 @@ LAYERS = 12
 CUTOFFS = [6, 9]
 SHARES = [0.1, 0.8, 0.1]
 """Of the tokens of a step, that exit after 6 and after 9 layers, and that run all."""
-SEQUENCES, PROMPT, DECODED = 64, 32, 25
-TIMED = 13
-BUDGET = 12
+SEQUENCES, PROMPT, DECODED = 64, 32, 17
+TIMED = 9
+BUDGET = 8
 """Seconds in which the ways take turns."""
 
 

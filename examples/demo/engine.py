@@ -2,6 +2,7 @@
 """What the parts ask of vLLM: its own way to score a prompt, and this fork's."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -103,9 +104,8 @@ def perplexity(logprobs: np.ndarray) -> float:
 
 
 def took(seconds: Sequence[float]) -> str:
-    return f"{np.median(seconds):.2g} s" if np.median(seconds) < 1 else (
-        f"{np.median(seconds):.1f} s"
-    )
+    middle = statistics.median(seconds)
+    return f"{middle:.{2 if middle < 1 else 1}f} s"
 
 
 def differ(theirs: np.ndarray, ours: np.ndarray) -> str:

@@ -15,6 +15,7 @@ ROOT = EXAMPLES.parent
 REFERENCE = EXAMPLES / "reference_model"
 CALIBRATION = HERE / "calibration.safetensors"
 TIMES, VOCABULARY = 4, 131_072
+DOWNLOADS = ROOT / "build" / "downloads"
 FOLDER = ROOT / "build" / "demo"
 sys.path.append(str(REFERENCE))
 
@@ -30,7 +31,7 @@ def find_archive() -> Path:
     Raises:
         FileNotFoundError: `build.sh` has not fetched it.
     """
-    found = sorted((ROOT / "build" / "downloads").glob("vllm-[0-9]*.tar.gz"))
+    found = sorted(DOWNLOADS.glob("vllm-[0-9]*.tar.gz"))
     if not found:
         raise FileNotFoundError("no source archive in build/downloads: ./build.sh first")
     return found[-1]

@@ -21,16 +21,16 @@ from rows import Row
 
 LM_EVAL = EXAMPLES / "lm_eval"
 BUDGET = {
-    "perplexity": 12,
-    "whole vocabulary": 5,
-    "shared context": 12,
-    "multiple choice": 12,
+    "perplexity": 8,
+    "whole vocabulary": 4,
+    "shared context": 10,
+    "multiple choice": 8,
 }
 """Seconds in which the ways take turns."""
-WINDOWS, WINDOW = 3, 512
+WINDOWS, WINDOW = 2, 512
 FEW = 16
 """Positions of which the whole vocabulary is asked for: an object a token each."""
-ANSWERS, ANSWER, CONTEXT = 64, 8, 129
+ANSWERS, ANSWER, CONTEXT = 64, 8, 97
 QUESTIONS, SHOTS = 4, 5
 
 

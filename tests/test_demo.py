@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: its parts' processes, its table, its refusals, and the whole of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "examples" / "demo"
+sys.path[:0] = [str(DEMO), str(ROOT / "examples")]
+
+import engine as ways
+import process
+import rows
+
+PART = """
+import os, signal
+
+def run(kind, *values):
+    print("printed by a library")
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "raises":
+        raise ValueError("what went wrong" + "!" * 1000)
+    yield from values
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """With a part of its own, and nothing to import before it."""
+    folder = tmp_path_factory.mktemp("parts")
+    (folder / "demo_part.py").write_text(PART)
+    (folder / "preload.py").write_text("")
+    sys.path.insert(0, str(folder))
+    yield process.Server(folder / "logs")
+    sys.path.remove(str(folder))
+
+
+def test_a_part_yields_from_its_own_process(server):
+    assert list(server.run("demo_part", "fine", 1, 2)) == [1, 2]
+
+
+def test_what_a_part_prints_goes_to_a_file(server, capfd):
+    list(server.run("demo_part", "fine", 1))
+    assert capfd.readouterr() == ("", "")
+    assert "library" in (server.logs / "demo-demo_part.log").read_text()
+
+
+def test_an_error_of_a_part_is_told_in_short(server):
+    with pytest.raises(process.PartFailed, match="ValueError: what went wrong") as told:
+        list(server.run("demo_part", "raises"))
+    first, second = str(told.value).splitlines()
+    assert len(first) <= process.LONGEST
+    assert "demo-demo_part.log" in second
+
+
+def test_a_killed_part_says_memory(server):
+    with pytest.raises(process.PartFailed, match="too little memory"):
+        list(server.run("demo_part", "killed"))
+
+
+def test_a_part_that_is_left_early_ends(server):
+    part = server.run("demo_part", "fine", 1, 2)
+    assert next(part) == 1
+    part.close()
+    assert not any(p.is_alive() for p in process.multiprocessing.active_children())
+
+
+def test_ways_take_turns_within_the_budget():
+    calls = []
+    turns = ways.by_turns(
+        (lambda: calls.append("a"), lambda: calls.append("b")), 60.0
+    )
+    assert calls == ["a", "b"] * ways.MOST_ROUNDS
+    assert [len(turn.seconds) for turn in turns] == [ways.MOST_ROUNDS] * 2
+
+
+def test_a_slow_machine_gets_one_round():
+    (turn,) = ways.by_turns((lambda: time.sleep(0.01),), 0.0)
+    assert len(turn.seconds) == 1
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ([1.234], "1.23×"),
+        ([2.0, 1.5, 3.0], "2.00× (1.50 to 3.00)"),
+        ([12.34, 150.6, 99.0], "99.0× (12.3 to 151)"),
+    ],
+)
+def test_a_ratio_has_its_spread(ratios, text):
+    assert rows.ratio(ratios) == text
+
+
+def run_demo(*lines: str, **environment: str) -> subprocess.CompletedProcess:
+    """The demo as a program, after some lines of Python."""
+    program = "\n".join(
+        ["import runpy, sys", f"sys.path.insert(0, {str(DEMO)!r})", *lines,
+         f"runpy.run_path({str(DEMO)!r}, run_name='__main__')"]
+    )  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-s", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+
+
+def test_too_little_memory_is_said():
+    done = run_demo("import process", "process.available_memory = lambda: 2**30")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: the demo needs") and "here are 1.0" in line
+
+
+def test_a_missing_archive_is_said():
+    done = run_demo("import files, pathlib", "files.DOWNLOADS = pathlib.Path('none')")
+    assert done.returncode == 1
+    assert "./build.sh first" in done.stderr
+
+
+def test_ctrl_c_says_one_line():
+    demo = subprocess.Popen(
+        [sys.executable, "-s", str(DEMO)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    assert demo.stdout is not None
+    assert demo.stdout.read(1) == "1"  # of "1/6 ..."
+    os.killpg(demo.pid, signal.SIGINT)
+    _, said = demo.communicate(timeout=120)
+    assert demo.returncode == 130
+    assert said.split() == ["interrupted"]
+
+
+def test_the_whole_demo(runner):
+    if runner == "v2":
+        pytest.skip("it starts engines of the default kind")
+    done = run_demo()
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stderr == ""
+    said = done.stdout
+    assert "WARNING" not in said and "INFO" not in said
+    assert [line[:3] for line in said.splitlines()[:6]] == [
+        f"{n}/6" for n in range(1, 7)
+    ]
+    assert "the same choice in 4 of 4" in " ".join(said.split())
+    assert said.count("×") >= 6
+    assert "What to try next" in said
+    assert len(said.splitlines()) < 70

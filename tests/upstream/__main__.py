@@ -36,6 +36,7 @@ def selected(text: str, short: bool) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: a line does not begin with ``short``, ``whole`` or ``not``, or
             gives no reason.
+
     """
     chosen, left_out = [], []
     for line in text.splitlines():
@@ -67,32 +68,33 @@ def test_files(
 
 
 def _run(
-    unpatched: Side, patched: Side, files: list[str], standins: dict[str, str]
+    both: tuple[Side, Side], files: list[str], standins: dict[str, str]
 ) -> tuple[dict[str, Comparison], list[str]]:
-    """Run both sides and compare; run again what was lost.
+    """Run both sides and compare; run again what was lost, with empty caches.
 
     Returns:
         what each file's tests did, and the flaky tests.
+
     """
-    runs = [results.run_files(s, files, standins, LIMIT_S) for s in (unpatched, patched)]
+    runs = results.run_files(both, files, standins, LIMIT_S)
     compared = {
-        file: compare.compare(
-            runs[0][file], runs[1][file], sides.touched_by_patches(file)
-        )
+        file: compare.compare(*runs[file], sides.touched_by_patches(file))
         for file in files
     }
     flaky: list[str] = []
     for file, found in compared.items():
         if found.lost:
-            again = [_again(s, file, found.lost, standins) for s in (unpatched, patched)]
+            again = [_again(side, file, found.lost, standins) for side in both]
             found.lost, passing = compare.judge(found.lost, *again)
             found.kept += passing
             flaky += passing
     return compared, flaky
 
 
-def _again(side: Side, file: str, names: list[str], standins: dict[str, str]) -> dict[str, Result]:
-    worker = results.Worker(side)
+def _again(
+    side: Side, file: str, names: list[str], standins: dict[str, str]
+) -> dict[str, Result]:
+    worker = results.Worker(side, fresh=True)
     try:
         return results.run_file(worker, file, standins, LIMIT_S, only=names)
     finally:
@@ -147,7 +149,7 @@ def main() -> None:
         chosen, left_out = selected(SELECTION.read_text(), short=not arguments.all)
     # Files that patches add say nothing of what was lost, and are not run.
     files = test_files(both[0].tests, chosen, left_out)
-    compared, flaky = _run(*both, files, _standins())
+    compared, flaky = _run(both, files, _standins())
     report = _report(compared, flaky, both)
     print(report)
     if arguments.all:

@@ -26,6 +26,7 @@ class Comparison:
         added: pass patched, and are of a patch.
         broken: fail patched, and are of a patch.
         seconds: that the tests took, by side.
+
     """
 
     kept: list[str] = field(default_factory=list)
@@ -58,8 +59,11 @@ def compare(unpatched: Run, patched: Run, changed: bool) -> Comparison:
     """Compare the runs of one test file.
 
     Args:
+        unpatched: what its tests did on the release.
+        patched: and on the fork.
         changed: whether the patches change the file: only then may the patched side
             lack a test.
+
     """
     found = Comparison()
     for name in {**unpatched, **patched}:
@@ -89,6 +93,7 @@ def judge(
     Returns:
         those that are lost again, and those that are flaky: they pass patched now, or
         do not pass unpatched.
+
     """
     again, flaky = [], []
     for name in lost:

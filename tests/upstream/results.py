@@ -4,7 +4,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class Result:
             ``skipped``, ``xfailed``, ``stuck`` or ``crashed``.
         seconds: its time, set-up and tear-down included.
         why: the last words of what was raised.
+
     """
 
     outcome: str
@@ -35,10 +36,15 @@ class Result:
 
 
 class Worker:
-    """A process with one side's ``vllm``, started on first use."""
+    """A process with one side's ``vllm``, started on first use.
 
-    def __init__(self, side: Side) -> None:
-        self.side = side
+    Args:
+        side: whose.
+        fresh: whether its caches are to be empty.
+    """
+
+    def __init__(self, side: Side, fresh: bool = False) -> None:
+        self.side, self.fresh = side, fresh
         self.process: subprocess.Popen[str] | None = None
 
     def run(self, order: dict) -> dict:
@@ -48,7 +54,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [*command, str(Path(__file__).with_name("worker.py"))],
                 cwd=self.side.tests,
-                env=sides.environment(self.side),
+                env=sides.environment(self.side, self.fresh),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -103,18 +109,22 @@ def run_file(
     """Run a test file, or tests of it, unless its results are there.
 
     Args:
+        worker: of the side.
+        file: its path in upstream's tree.
         standins: what each stand-in is made by; results are taken only if those that
             the tests asked for are the same.
         limit_s: seconds within which a test has to end.
         only: node ids; these run whatever results there are.
+
     """
     name = file.removesuffix(".py").replace("/", ".") + (".again" if only else "")
     path = RESULTS / worker.side.name / f"{name}.jsonl"
     key = worker.side.key[:16]
     found, about = read(path)
-    if not only and about.get("key") == key and "seconds" in about:
-        if all(standins.get(name) == old for name, old in about["standins"].items()):
-            return found
+    used = about.get("standins", {}).items()
+    ended = about.get("key") == key and "seconds" in about
+    if ended and not only and all(standins.get(name) == old for name, old in used):
+        return found
     log = path.with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"key": key}) + "\n")
@@ -141,7 +151,7 @@ def run_file(
 
 
 def _asked(path: Path, file: Path, standins: Mapping[str, str]) -> list[str]:
-    """The models that tests asked for, or that a process which they started may have."""
+    """The models that tests asked for, or that their processes may ask for."""
     text = file.read_text()
     found = {name for name in standins if name in text}
     for line in path.read_text().splitlines():
@@ -155,22 +165,30 @@ def _append(path: Path, row: dict) -> None:
 
 
 def run_files(
-    side: Side, files: list[str], standins: Mapping[str, str], limit_s: float
-) -> dict[str, dict[str, Result]]:
-    """Run test files on a side; says on stderr how far it is.
+    both: Sequence[Side], files: list[str], standins: Mapping[str, str], limit_s: float
+) -> dict[str, list[dict[str, Result]]]:
+    """Run test files on the sides, one after the other; says on stderr how far it is.
 
     Returns:
-        by file, what each of its tests did; nothing for a file that the side lacks.
+        by file and side, what each test did; nothing for a file that a side lacks.
+
     """
-    worker, done = Worker(side), {}
+    workers, done = [Worker(side) for side in both], {}
     try:
         for number, file in enumerate(files, start=1):
-            done[file] = {}
-            if (side.tests / file).exists():
-                done[file] = run_file(worker, file, standins, limit_s)
-            passed = sum(r.outcome == "passed" for r in done[file].values())
-            row = f"{number}/{len(files)} {side.name} {file}: {passed}"
-            print(f"{row} of {len(done[file])}", file=sys.stderr, flush=True)
+            done[file] = [
+                run_file(worker, file, standins, limit_s)
+                if (worker.side.tests / file).exists()
+                else {}
+                for worker in workers
+            ]
+            passed = [
+                sum(result.outcome == "passed" for result in run.values())
+                for run in done[file]
+            ]
+            row = f"{number}/{len(files)} {file}: {passed[0]} and {passed[1]}"
+            print(f"{row} of {len(done[file][1])}", file=sys.stderr, flush=True)
     finally:
-        worker.close()
+        for worker in workers:
+            worker.close()
     return done

@@ -34,6 +34,7 @@ class Side:
         tests: the folder to run in; ``tests/`` lies in it and ``vllm/`` does not.
         key: digest of the ``vllm`` that is imported and of the test files.
         version: the version of ``vllm`` that the tests see.
+
     """
 
     name: str
@@ -187,9 +188,17 @@ def touched_by_patches(file: str) -> bool:
     return len({text.read_bytes() if text.exists() else b"" for text in texts}) > 1
 
 
-def environment(side: Side) -> dict[str, str]:
-    """The variables of the tests: offline, few threads, caches below ``build``."""
-    cache = BUILD / side.name / "cache"
+def environment(side: Side, fresh: bool = False) -> dict[str, str]:
+    """The variables of the tests: offline, few threads, caches below ``build``.
+
+    Args:
+        side: whose.
+        fresh: empty caches. What vLLM has stored of a model's class can hide that it
+            can not be imported.
+    """
+    cache = BUILD / side.name / ("fresh-cache" if fresh else "cache")
+    if fresh:
+        shutil.rmtree(cache, ignore_errors=True)
     kept = {
         name: value
         for name, value in os.environ.items()

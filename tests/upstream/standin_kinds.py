@@ -27,12 +27,13 @@ class Kind:
     """A kind of tokenizer.
 
     Attributes:
-        build: ``bytes``, ``pieces``, ``words`` or ``unigram``, see ``standin_tokenizers``.
+        build: ``bytes``, ``pieces``, ``words`` or ``unigram``.
         size: of the vocabulary, without what a model pads it to.
         special: number by special token.
         names: ``bos_token``, ``eos_token`` and such, and further options.
         prefix, suffix: what is put before and after every text.
         visible: special tokens that stay in decoded text.
+
     """
 
     build: str
@@ -44,20 +45,48 @@ class Kind:
     visible: tuple[str, ...] = ()
 
 
-_LLAMA3 = (
-    "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|> "
-    "<|reserved_special_token_1|> <|finetune_right_pad_id|> "
-    "<|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> <|eom_id|> "
-    "<|eot_id|> <|python_tag|>"
-).split()
-_QWEN = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> "
-    "<|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> "
-    "<|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> "
-    "</tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> "
-    "<|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>"
-).split()
-_GEMMA = dict(zip("<pad> <eos> <bos> <unk>".split(), range(4)))
+_LLAMA3 = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+]
+_QWEN = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
+_GEMMA = dict(zip(["<pad>", "<eos>", "<bos>", "<unk>"], range(4)))
 _GEMMA |= {"<start_of_turn>": 105, "<end_of_turn>": 106}
 _GEMMA |= {"<start_of_image>": 255999, "<end_of_image>": 256000}
 
@@ -115,9 +144,7 @@ KINDS = {
         "bytes",
         151669,
         _numbered(_QWEN, 151643),
-        dict(
-            eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
-        ),
+        dict(eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML),
         visible=("<tool_call>", "</tool_call>", "<think>", "</think>")
         + ("<tool_response>", "</tool_response>"),
     ),

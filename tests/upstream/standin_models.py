@@ -18,6 +18,7 @@ class Standin:
         weights: whether it has any; tests of configurations need none.
         generates: whether it has a generation configuration.
         dtype: of its weights.
+
     """
 
     config: str
@@ -316,7 +317,9 @@ MODELS = {
         "BertForSequenceClassification", num_labels=1
     ),
     "intfloat/multilingual-e5-small": _xlmr("XLMRobertaModel"),
-    "BAAI/bge-reranker-base": _xlmr("XLMRobertaForSequenceClassification", num_labels=1),
+    "BAAI/bge-reranker-base": _xlmr(
+        "XLMRobertaForSequenceClassification", num_labels=1
+    ),
     "google/gemma-3-1b-it": _decoder(
         "Gemma3TextConfig",
         "gemma",

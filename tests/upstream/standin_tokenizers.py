@@ -10,6 +10,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+from tests.upstream.standin_kinds import KINDS, Kind
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -22,11 +23,10 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tests.upstream.standin_kinds import KINDS, Kind
-
 TRAINED = 6000
 """Tokens that are learnt; more make no better stand-in, and take longer."""
 _TEXT_BYTES = 3_000_000
+
 
 @cache
 def _texts() -> tuple[str, ...]:
@@ -153,13 +153,10 @@ def make(name: str) -> PreTrainedTokenizerFast:
             pair=[*kind.prefix, "$A", *kind.suffix, "$B:1"]
             + [f"{token}:1" for token in kind.suffix],
             special_tokens=[
-                (token, kind.special[token])
-                for token in {*kind.prefix, *kind.suffix}
+                (token, kind.special[token]) for token in {*kind.prefix, *kind.suffix}
             ],
         )
         level = processors.ByteLevel(trim_offsets=False)
         byte = kind.build == "bytes"
-        made.post_processor = (
-            processors.Sequence([level, around]) if byte else around
-        )
+        made.post_processor = processors.Sequence([level, around]) if byte else around
     return PreTrainedTokenizerFast(tokenizer_object=made, **kind.names)

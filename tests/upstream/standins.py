@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-
 from tests.upstream import sides, standin_tokenizers
 from tests.upstream.standin_kinds import KINDS
 from tests.upstream.standin_models import MODELS, Standin
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 HUB = sides.BUILD / "huggingface" / "hub"
 SPREAD = 0.15
@@ -47,6 +46,7 @@ def make(name: str) -> Path:
 
     Returns:
         its snapshot.
+
     """
     standin, folder = MODELS[name], snapshot(name)
     repository = folder.parents[1]
@@ -92,10 +92,7 @@ def _save(standin: Standin, folder: Path) -> None:
 
 def _model(standin: Standin, config) -> PreTrainedModel:
     known = getattr(transformers, standin.architecture, None)
-    if known is None:
-        model = AutoModelForCausalLM.from_config(config)
-    else:
-        model = known(config)
+    model = AutoModelForCausalLM.from_config(config) if known is None else known(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.upstream import __main__ as command
 from tests.upstream import compare, results
 from tests.upstream.results import Result
@@ -60,7 +59,9 @@ def test_table_adds_up():
 
 
 def test_selection_names_what_exists(tmp_path: Path):
-    text = "# more\nshort tests/a  # quick\nwhole tests/b.py  # slow\nnot tests/a/c  # x"
+    text = (
+        "# more\nshort tests/a  # quick\nwhole tests/b.py  # slow\nnot tests/a/c  # x"
+    )
     for name in ("tests/a/test_1.py", "tests/a/c/test_2.py", "tests/b.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -5,11 +5,13 @@ Started by ``python -m tests.upstream`` with one side's interpreter, in the fold
 that side's tests. ``vllm`` is imported once, which takes ten seconds or more, and a
 file's process starts with what upstream's ``tests/conftest.py`` imports anyway.
 
-Reads a JSON object a line: ``file``, ``results`` and ``log`` (to append to), ``limit_s``,
-and node ids, ``skip`` or ``only``. Answers with one, ``{"status", "seconds"}``: pytest's
-exit status, or ``"stuck"`` where no test started or ended for ``limit_s`` seconds.
+Reads a JSON object a line: ``file``, ``results`` and ``log`` (to append to),
+``limit_s``, and node ids, ``skip`` or ``only``. Answers with one, ``{"status",
+"seconds"}``: pytest's exit status, or ``"stuck"`` where no test started or ended for
+``limit_s`` seconds.
 """
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -28,7 +30,7 @@ class Recorder:
     """A pytest plugin that writes one JSON line as a test starts, one as it ends."""
 
     def __init__(self, order: dict) -> None:
-        self.stream = open(order["results"], "a", buffering=1)
+        self.stream = Path(order["results"]).open("a", buffering=1)  # noqa: SIM115
         self.only, self.skip = order.get("only"), set(order.get("skip", ()))
         self.reports: list = []
         self.asked = _names_asked_for()
@@ -150,10 +152,8 @@ def _end_descendants() -> None:
     import psutil
 
     for process in psutil.Process().children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
     try:
         while True:
             os.waitpid(-1, 0)

@@ -41,6 +41,7 @@ class Worker:
     Args:
         side: whose.
         fresh: whether its caches are to be empty.
+
     """
 
     def __init__(self, side: Side, fresh: bool = False) -> None:

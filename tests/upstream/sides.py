@@ -195,6 +195,7 @@ def environment(side: Side, fresh: bool = False) -> dict[str, str]:
         side: whose.
         fresh: empty caches. What vLLM has stored of a model's class can hide that it
             can not be imported.
+
     """
     cache = BUILD / side.name / ("fresh-cache" if fresh else "cache")
     if fresh:

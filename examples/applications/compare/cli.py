@@ -70,7 +70,7 @@ def new_parser() -> argparse.ArgumentParser:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", nargs="?", type=Path, metavar="PLAN.yaml",
-                        help="what to compare; the options go before it")  # fmt: skip
+                        help="what to compare; options beside it prevail")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER",
                         help="what is scored and reported; a run goes on there")  # fmt: skip
     models = parser.add_argument_group("models")
@@ -155,6 +155,8 @@ def run_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             write_report(plan, store, failed)
     except PlanError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(f"stopped; the same command goes on in {args.output}")
     except EngineError as error:
         sys.exit(f"error: {plan.reference.label}: {error}")
     if failed:

@@ -17,6 +17,7 @@ from compare.windows import NAMED_PER_CALL
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 NOISE = "noise floor"
+FLOOR = "noise-floor"  # name of its model
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 OURS = {
     "model": "path",
@@ -129,6 +130,8 @@ class Plan(Strict):
         for label in labels:
             if not NAME.fullmatch(label):
                 raise ValueError(f"{label!r} is no name: letters, digits and ._+- only")
+            if label == FLOOR:
+                raise ValueError(f"{FLOOR} is the name of what the program makes itself")
             if labels.count(label) > 1:
                 raise ValueError(f"two models are called {label}; give one a name")
         return self

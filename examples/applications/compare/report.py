@@ -5,9 +5,9 @@ from typing import Any
 
 from compare.files import write_json
 from compare.page import write_page
-from compare.plan import NOISE, Plan
+from compare.plan import FLOOR, Plan
 from compare.plots import draw
-from compare.run import FLOOR, floor_model, result_of
+from compare.run import floor_model, result_of
 from compare.store import Store, size_on_disk
 from compare.tables import show
 
@@ -65,6 +65,3 @@ def describe_reference(plan: Plan, store: Store) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for path in files),
         "bytes_of_all_logits_in_float16": 2 * logits,
     }
-
-
-__all__ = ["NOISE", "write_report"]

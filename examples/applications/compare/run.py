@@ -20,10 +20,9 @@ from rich.progress import (
 )
 
 from compare.figures import summarize
-from compare.plan import NOISE, Model, Plan
+from compare.plan import FLOOR, NOISE, Model, Plan
 from compare.store import Scores, Store, model_fingerprint, size_on_disk
 
-FLOOR = "noise-floor"  # name of its model
 OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float16", "float16": "bfloat16"}
 LOG_TAIL = 2000  # characters of a log that are shown of an engine that died
 
@@ -47,17 +46,17 @@ def run(plan: Plan, store: Store, lock: int) -> list[dict[str, str]]:
     with new_progress() as progress:
         bar = Bars(progress, store, models, plan.noise_floor)
         text = store.text
+        bar.begin(plan.reference.label, store.reference)
         if not (store.reference.described and text
                 and store.reference.count() == text["calls"]):  # fmt: skip
-            bar.begin(plan.reference.label, store.reference)
             start_worker(plan, store, None, plan.reference.label, lock, bar)
         if plan.noise_floor:
             floor = floor_model(plan, store)
             scores[floor.label] = store.open_model(floor)
             models.insert(0, floor)
         for model in models:
+            bar.begin(model.label, scores[model.label])
             if scores[model.label].count() < store.text["calls"]:
-                bar.begin(model.label, scores[model.label])
                 try:
                     start_worker(plan, store, model, model.label, lock, bar)
                 except EngineError as error:
@@ -137,23 +136,23 @@ class Bars:
         self._engines = 1 + len(models) + floor
         self._all = progress.add_task("all", total=None)
         self._one = progress.add_task("", total=None)
-        self._done = 0
 
     def begin(self, name: str, scores: Scores) -> None:
-        self._progress.reset(self._one, description=name, total=self._positions())
-        there = scores.count()
-        if there and (text := self._store.text):
-            self._progress.update(
-                self._one, completed=text["positions"] * there // text["calls"]
-            )
+        """Of a model whose files that are there do not have to be scored."""
+        self._progress.reset(self._one, description=name)
+        if text := self._store.text:
+            self._total(text["positions"])
+            there = text["positions"] * scores.count() // text["calls"]
+            self._progress.update(self._one, completed=there)
+            self._progress.advance(self._all, there)
 
-    def _positions(self) -> int | None:
-        return self._store.text and self._store.text["positions"]
+    def _total(self, positions: int) -> None:
+        self._progress.update(self._one, total=positions)
+        self._progress.update(self._all, total=positions * self._engines)
 
     def follow(self, event: dict[str, Any]) -> None:
         if total := event.get("total"):
-            self._progress.update(self._one, total=total)
-            self._progress.update(self._all, total=total * self._engines)
+            self._total(total)
         if scored := event.get("scored"):
             self._progress.advance(self._one, scored)
             self._progress.advance(self._all, scored)

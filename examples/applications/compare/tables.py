@@ -8,6 +8,8 @@ Figures = dict[str, Any]
 WITHIN_NOISE = "≈"
 """Stands after a figure that is no further from none than the noise floor's."""
 
+WIDTH = 160  # of tables that do not go to a terminal
+
 
 class Column(NamedTuple):
     """A figure: its heading, its text, and its size for the comparison with noise."""
@@ -181,7 +183,9 @@ def show(report: dict[str, Any], models: list[dict[str, Any]]) -> None:
     """Prints the tables."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
     console.print(heading(report))
     good, floor = scored(models), floor_of(report)
     console.print(new_table("Models", COST, cost_rows(report, models)))

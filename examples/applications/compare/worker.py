@@ -141,6 +141,7 @@ def score_reference(job: Job) -> None:
         write_json(store.text_path, read_through(job, llm))
     job.tell({"total": store.text["positions"]})
     scores, warm = store.reference, False
+    scores.described = described
     every = calls(windows_of_text(job, llm), plan.tokens_per_call)
     for number, call in enumerate(every):
         if scores.has(number):
@@ -155,7 +156,6 @@ def score_reference(job: Job) -> None:
         seconds = time.perf_counter() - begin
         scores.save_reference(number, part, seconds)
         job.tell({"scored": len(part.next_logprobs), "seconds": seconds})
-    scores.described = described
 
 
 def check_same_windows(scores: Scores, number: int, call: list[Window]) -> None:
@@ -170,7 +170,9 @@ def score_model(job: Job) -> None:
     missing = [number for number in range(total) if not scores.has(number)]
     described = reference.described
     llm = start(job, job.model, int(described["max_num_batched_tokens"]))
-    check_same_vocabulary(describe(llm), described, job.model.label)
+    ours = describe(llm)
+    check_same_vocabulary(ours, described, job.model.label)
+    scores.described = ours
     for number in missing[:1]:
         compare_with(llm, first_of(reference.load_reference(number)))
     for number in missing:
@@ -180,7 +182,6 @@ def score_model(job: Job) -> None:
         seconds = time.perf_counter() - begin
         scores.save_positions(number, part, result, seconds)
         job.tell({"scored": len(result.kl), "seconds": seconds})
-    scores.described = describe(llm)
 
 
 def first_of(part: Reference) -> Reference:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What depth routing saves, and what the cost model says it should.
 
-Half of the decode tokens leave after 6 of 16 layers, a fifth after 10, the rest run
+Half of the decode tokens exit after 6 of 16 layers, a fifth after 10, the rest run
 all: 9.8 on average. One engine takes all ways in turn, from step to step, so that all
 see the same requests, contexts and weights: two engines, though the same, differ by up
 to 4 % here. Full depth is the engine with its router taken out. Every ratio is one of
@@ -41,17 +41,16 @@ decode keys and values that are in the processor's caches more often."""
 NEVER = 10**6
 LONGEST = 1024 + max(12 * ROUNDS, 256)
 
-FULL, STAIRCASE, EAGER, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK = (
+FULL, STAIRCASE, EAGER, PROBES, TRUNCATED, SCORED, FALLBACK = (
     "full depth",
     "staircase",
     "staircase, eager",
     "probes, translators",
-    "buckets",
-    f"all leave at {UNIFORM}",
+    f"all exit at {UNIFORM}",
     "scores, but one bucket",
     "batch too small",
 )
-WAYS = (STAIRCASE, PROBES, BUCKETS, TRUNCATED, SCORED, FALLBACK)
+WAYS = (STAIRCASE, PROBES, TRUNCATED, SCORED, FALLBACK)
 if COMPILED:
     WAYS = (STAIRCASE, EAGER, *WAYS[1:])
 
@@ -90,8 +89,6 @@ def way(llm, name: str):
         eager(llm, True)
     elif name == PROBES:
         router.policy, loop.translators = calibration(llm, loop)
-    elif name == BUCKETS:
-        config.schedule = BUCKETS
     elif name == FALLBACK:
         config.min_batch_size = NEVER
     elif name in (TRUNCATED, SCORED):
@@ -119,19 +116,24 @@ def calibration(llm, loop):
     """Probes, as a policy, and translators, of random weights and the widths that
     `examples/utio_calibrate.py` gives them."""
     import torch
-    from vllm.v1.worker.depth_policy import CalibratedProbe, Probe, Translator
+    from vllm.model_executor.layers.depth.calibration import (
+        ProbeWeights,
+        TranslatorWeights,
+    )
+    from vllm.model_executor.layers.depth.translator import make_translators
+    from vllm.v1.worker.depth.policy import CalibratedProbe
 
     policy = CalibratedProbe.__new__(CalibratedProbe)
     policy.config = runner(llm).depth_router.config
     shapes = (256, 1024), (256,), (256,), ()
     policy.probes = {
-        cutoff: Probe(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
+        cutoff: ProbeWeights(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
     }
     shapes = (1024, 1024), (1024,), (1024, 1024), (1024,), (1024, 1024)
-    loop.set_translators(
-        {cutoff: Translator(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]}
-    )
-    return policy, loop.translators
+    weights = {
+        cutoff: TranslatorWeights(*map(torch.randn, shapes)) for cutoff in CUTOFFS[:-1]
+    }
+    return policy, make_translators(weights, loop.vllm_config)
 
 
 def runner(llm):
@@ -257,7 +259,7 @@ class CostModel:
         return self.rest + NUM_LAYERS * self.layer[batch]
 
     def staircase(self, counts: list[int]) -> float:
-        """Seconds of a step; `counts` tokens leave at each cutoff."""
+        """Seconds of a step; `counts` tokens exit at each cutoff."""
         batch, total = sum(counts), self.rest
         for layer in range(NUM_LAYERS):
             active = sum(n for n, depth in zip(counts, CUTOFFS) if depth > layer)
@@ -266,16 +268,9 @@ class CostModel:
                 total += self.layer[active] - self.projection[active]
         return total
 
-    def buckets(self, counts: list[int]) -> float:
-        return self.rest + sum(
-            depth * self.layer[n] + (NUM_LAYERS - depth) * self.projection[n]
-            for n, depth in zip(counts, CUTOFFS)
-            if n
-        )
 
-
-def leaving(batch: int) -> list[int]:
-    """How many of a batch leave at each cutoff."""
+def exits(batch: int) -> list[int]:
+    """How many of a batch exit at each cutoff."""
     ends = np.round(np.cumsum([0, *SHARES]) * batch).astype(int)
     return np.diff(ends).tolist()
 
@@ -291,7 +286,7 @@ def ratio(first: np.ndarray, second: np.ndarray) -> str:
     [(8, 32), (16, 32), (32, 32), (64, 32), (128, 32), (256, 32), (32, 1024)],
 )
 def test_decode_steps(llm, tables, batch, context):
-    counts = leaving(batch)
+    counts = exits(batch)
     rows = tables.setdefault(
         f"Decode steps, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth (model's prediction)",
         [["batch", "context", "full depth, ms", *WAYS]],
@@ -303,7 +298,6 @@ def test_decode_steps(llm, tables, batch, context):
         STAIRCASE: model.staircase(counts),
         EAGER: model.staircase(counts),
         PROBES: model.staircase(counts),
-        BUCKETS: model.buckets(counts),
         TRUNCATED: model.staircase([batch * (c == UNIFORM) for c in CUTOFFS]),
         SCORED: model.full(batch),
         FALLBACK: model.full(batch),

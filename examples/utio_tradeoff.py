@@ -52,12 +52,12 @@ from rich.table import Table
 from score_perplexity import new_engine
 from tqdm import tqdm
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.model_executor.layers.depth.calibration import load_calibration
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-from vllm.v1.worker.depth_policy import (
+from vllm.v1.worker.depth.policy import (
     CalibratedProbe,
     CutoffPolicy,
     DepthPolicy,
-    load_calibration,
 )
 
 RANDOM, TIS, PROBE, ORACLE = "random", "tis", "probe", "oracle"

@@ -51,17 +51,15 @@ def test_a_request_alone(llm, llama, depth):
     assert_logits(llama, requests, depth or NUM_LAYERS)
 
 
-@pytest.mark.parametrize("schedule", ["staircase", "buckets"])
-def test_many_depths_in_a_batch(engine, llama, schedule):
+def test_many_depths_in_a_batch(llm, llama):
     """Prompts that take several chunks, requests that wait for a place."""
-    options = logits_options(**UTIO, utio_schedule=schedule)
     depths = [2, 6, None, 4, 2, 2, 4, None, 6, 2]
     lengths = [1, 70, 33, 5, 32, 90, 64, 2, 31, 40]
     requests = [
         limited(n, length, depth, max_tokens=3 + n % 5)
         for n, (length, depth) in enumerate(zip(lengths, depths))
     ]
-    serve(engine("deep_llama", **options), requests)
+    serve(llm, requests)
     for depth, request in zip(depths, requests):
         assert_logits(llama, [request], depth or NUM_LAYERS)
 

@@ -28,7 +28,6 @@ from tiny_models import CONFIGS
 FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
 BLOCK = 32
-SCHEDULES = ["staircase", "buckets"]
 
 
 @pytest.fixture
@@ -55,11 +54,10 @@ def traffic() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_agree_with_the_oracle(engine, depth_oracle, family, schedule):
+def test_logits_agree_with_the_oracle(engine, depth_oracle, family):
     """A random depth for each token, in batches of prefill and decode."""
-    llm = engine(family, **routing(utio_schedule=schedule))
+    llm = engine(family, **routing())
     requests = serve(llm, traffic(), random_plan(0))
     assert {d for r in requests for d in r.depths} == set(CUTOFFS)
     assert_logits(depth_oracle(family), requests)
@@ -78,19 +76,15 @@ def test_every_batch_size(runner, engine, llama):
         assert_logits(llama, requests)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("depth", CUTOFFS)
-def test_all_tokens_leave_together(engine, llama, depth, schedule):
-    """At the first cutoff, no row is left for the layers after it."""
-    llm = engine("deep_llama", **routing(utio_schedule=schedule))
+def test_all_tokens_exit_together(llm, llama, depth):
+    """At the first cutoff, no row runs the layers after it."""
     requests = [request(20 + n, 8 * n + 1) for n in range(8)]
     serve(llm, requests, lambda number, step: depth)
     assert_logits(llama, requests, depth)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_skipped_layers_do_no_work(engine, schedule):
-    llm = engine("deep_llama", **routing(utio_schedule=schedule))
+def test_the_skipped_layers_do_no_work(llm):
     assert llm.reset_prefix_cache()
     with mlp_rows(llm) as rows:
         requests = serve(llm, traffic(), random_plan(1))
@@ -134,10 +128,8 @@ def test_no_unwritten_slot_is_read(llm, llama):
         assert_logits(llama, requests)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_of_what_was_in_the_cache_shows(engine, schedule):
+def test_nothing_of_what_was_in_the_cache_shows(llm):
     """The same traffic on a poisoned and on a used cache, to the bit."""
-    llm = engine("deep_llama", **routing(utio_schedule=schedule))
     served = []
     for _ in range(2):
         poison_cache(llm)

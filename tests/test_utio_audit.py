@@ -84,10 +84,9 @@ def expected(oracle, requests: list[Request], depths: list[list[int]]) -> list[f
     return [tokens, agreeing, divergence]
 
 
-@pytest.mark.parametrize("schedule", ["staircase", "buckets"])
-def test_it_finds_what_the_oracle_finds(start, depth_oracle, schedule):
+def test_it_finds_what_the_oracle_finds(start, depth_oracle):
     """And leaves what it audits as it is."""
-    llm = start(utio_schedule=schedule)
+    llm = start()
     oracle = depth_oracle("deep_llama")
     before = audited()
     requests = serve(llm, traffic(700), random_plan(7))

@@ -113,11 +113,6 @@ def test_batches_of_one_depth(compiled, depth_oracle, depth):
         assert_logits(oracle, requests)
 
 
-def test_buckets(compiled, depth_oracle):
-    llm = compiled("deep_llama", utio_schedule="buckets")
-    assert_right(llm, depth_oracle("deep_llama"), traffic(80), 3)
-
-
 def test_preemption(compiled, depth_oracle):
     requests = [Request(random_ids(90 + n, 512, 20), 8) for n in range(4)]
     serve(compiled("deep_llama"), requests, random_plan(4), interrupt_at=5)
@@ -181,19 +176,33 @@ def test_full_depth_afterwards(compiled):
 
 
 def test_routed_and_full_steps_run_graphs(compiled):
-    """Nothing runs a layer's own forward, whatever the plan."""
+    """Nothing runs a layer's own forward while rows run it. Where none does, it ends
+    with the keys."""
     llm = compiled("deep_llama")
     serve(llm, [Request([5, 6, 7], 4)], lambda request, step: 2)  # traces, if need be
     layers = model_runner(llm).model.model.layers
     called = []
-    hooks = [layer.register_forward_pre_hook(lambda *_: called.append(1)) for layer in layers]  # fmt: skip
+    hooks = [
+        hook
+        for n, layer in enumerate(layers)
+        for hook in (
+            layer.register_forward_pre_hook(lambda *_, n=n: called.append(n)),
+            layer.mlp.register_forward_pre_hook(lambda *_: called.append("MLP")),
+        )
+    ]
     try:
         for depth in CUTOFFS:
+            called.clear()
             serve(llm, [Request([5, 6, 7], 4)], lambda request, step: depth)
+            # Three decode steps of one token.
+            assert called == [*range(depth, NUM_LAYERS)] * 3
+            called.clear()
+            requests = [Request([5, 6, 7], 4) for _ in range(2)]
+            serve(llm, requests, lambda request, step: depth if request else NUM_LAYERS)
+            assert not called
     finally:
         for hook in hooks:
             hook.remove()
-    assert not called
 
 
 def test_a_plan_that_the_model_ignores_is_an_error(engine, monkeypatch):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from scoring import random_ids
 from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM
-from vllm.v1.worker.depth_policy import CutoffPolicy
+from vllm.v1.worker.depth.policy import CutoffPolicy
 
 FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
 SHARES = (0.375, 0.25, 0.375)
@@ -72,25 +72,18 @@ def routed(monkeypatch):
     def run(llm, asked, **kwargs):
         router = model_runner(llm).depth_router
         depths: dict[str, list[int]] = {}
-        steps = []
-        plan, take_output = router.plan, router.take_output
+        finish = router.finish
 
-        def planned(req_ids, *args):
-            steps.append(list(req_ids))
-            return plan(req_ids, *args)
-
-        def taken():
-            output = take_output()
-            if output is not None:
-                for req_id, depth in zip(steps[-1], output.depths.tolist()):
+        def finished(step, *args):
+            finish(step, *args)
+            if step.output is not None:
+                for req_id, depth in zip(step.req_ids, step.output.depths.tolist()):
                     if depth:
                         depths.setdefault(callers_id(req_id), []).append(depth)
-            return output
 
         Recorded.calls = []
         with monkeypatch.context() as patch:
-            patch.setattr(router, "plan", planned)
-            patch.setattr(router, "take_output", taken)
+            patch.setattr(router, "finish", finished)
             serve(llm, asked, **kwargs)
         for request in asked:
             request.depths = depths.get(request.output.request_id, [])
@@ -286,15 +279,12 @@ def test_translated_exits_agree_with_the_oracle(
 
 
 def test_refusals(engine, tmp_path):
-    """A calibration of another model, or none; buckets, which are not known before
-    the step; weights of a score that nothing reads."""
+    """A calibration of another model, or none; weights of a score that nothing reads."""
     hidden_size = CONFIGS["deep_llama"].hidden_size
 
     def start(**options) -> None:
         engine("deep_llama", **engine_options(**options))
 
-    with pytest.raises(ValueError, match="utio-schedule buckets"):
-        start(utio_schedule="buckets")
     with pytest.raises(ValueError, match="utio_score_weights .* no effect"):
         start(utio_score_weights=(1.0, 0.0, 0.0))
     for message, size, cutoffs, about in (

@@ -10,6 +10,7 @@ from depth_routing import NUM_LAYERS, Request, logits_options, model_runner, ser
 from scoring import random_ids
 from test_utio_metrics import counters
 from tiny_models import CONFIGS
+from vllm.v1.worker.depth.gate import Decision
 
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
 TRIAL = 14  # steps of which every other one is routed
@@ -148,7 +149,7 @@ def test_exempt_requests_do_not_count(llm):
 
 def test_ceilings_hold_where_it_does_not_route(llm):
     gate = model_runner(llm).depth_router.gate
-    gate.decide = lambda num_decodes, num_tokens, ceilings: "gate"
+    gate.decide = lambda *args: Decision("gate")
     requests = [Request([5, 6, 7], 6, options=dict(max_depth=n)) for n in (2, 4, None)]
     serve(llm, requests)
     depths = [request.output.outputs[0].mean_decode_depth for request in requests]

@@ -124,7 +124,6 @@ REFUSED = [
     (dict(utio_min_depth=NUM_LAYERS + 1), "utio_min_depth"),
     (dict(utio_min_batch_size=0), "min_batch_size"),
     (dict(utio_min_batch_size="many"), "min_batch_size"),
-    (dict(utio_schedule="stairs"), "schedule"),
     (dict(utio_score_weights=(1.0,)), "utio_score_weights"),
     (dict(utio_score_weights=(1.0, -1.0, 1.0)), "utio_score_weights"),
     (dict(utio_score_weights=(0.0, 0.0, 0.0)), "utio_score_weights"),
@@ -221,7 +220,7 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     messages = json.loads((tmp_path / "messages.json").read_text())
     for architecture, message in zip(STARTED_MODELS, messages):
-        assert message.startswith("ValueError: --enable-utio"), (architecture, message)
+        assert "--enable-utio does not support" in message, (architecture, message)
     *refused, other_model = messages[len(STARTED_MODELS) :]
     for policy, message in zip(POLICIES, refused, strict=True):
         assert message.startswith(f"ValueError: utio_policy '{policy}'"), message
@@ -248,7 +247,7 @@ def test_the_command_line_takes_what_llm_takes(model_folder):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     flags = (
         "--enable-utio --utio-bucket-cutoffs 2,4 --utio-min-bucket 3 "
-        "--utio-min-depth 2 --utio-min-batch-size 5 --utio-schedule buckets "
+        "--utio-min-depth 2 --utio-min-batch-size 5 "
         "--utio-policy depth_routing.Planted --utio-score-weights 1,0,2.5 "
         "--no-utio-gate --utio-audit-fraction 0.5 --utio-audit-min-agreement 0.9"
     )
@@ -258,7 +257,7 @@ def test_the_command_line_takes_what_llm_takes(model_folder):
     utio = config.utio_config
     assert utio.cutoffs == list(CUTOFFS)
     assert (utio.min_bucket, utio.min_depth, utio.min_batch_size) == (3, 2, 5)
-    assert (utio.schedule, utio.policy) == ("buckets", "depth_routing.Planted")
+    assert utio.policy == "depth_routing.Planted"
     assert utio.score_weights == [1, 0, 2.5]
     assert (utio.gate, utio.audit_fraction, utio.audit_min_agreement) == (
         False,

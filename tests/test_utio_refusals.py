@@ -220,7 +220,7 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     messages = json.loads((tmp_path / "messages.json").read_text())
     for architecture, message in zip(STARTED_MODELS, messages):
-        assert "--enable-utio does not support" in message, (architecture, message)
+        assert "--enable-utio" in message, (architecture, message)
     *refused, other_model = messages[len(STARTED_MODELS) :]
     for policy, message in zip(POLICIES, refused, strict=True):
         assert message.startswith(f"ValueError: utio_policy '{policy}'"), message

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES / "applications"))
 
-from compare.quantize import quantize
+from compare.quantize import apply_scheme, make_scheme, quantize, untie_head
 from compare.windows import Window
 
 CONTEXT = 128
@@ -46,13 +46,28 @@ WINDOWS = [Window(random_ids(seed, 500, CONTEXT), CONTEXT - 1) for seed in range
 
 class Dequantized(Oracle):
     """Transformers on a checkpoint's weights as they are after dequantization, in
-    float32; activations are rounded as the checkpoint says."""
+    float32."""
 
     def __init__(self, folder: Path):
         config = CompressedTensorsConfig(run_compressed=False)
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=config, attn_implementation="eager"
         )
+        self._model = model.to(torch.float32).eval()
+        self._logits = {}
+
+
+class Rounding(Oracle):
+    """The same where activations are rounded too: compressed-tensors' own arithmetic in
+    Transformers' layers, in float32."""
+
+    def __init__(self, source: Path, scheme: str, head: bool = False):
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        if head:
+            untie_head(model)
+        apply_scheme(model, make_scheme(scheme, None, head), head)
         self._model = model.to(torch.float32).eval()
         self._logits = {}
 
@@ -97,7 +112,9 @@ def test_scores_are_those_of_the_dequantized_weights(name, source, logprobs, tmp
     family, options = CASES[name]
     folder, words = source(family), CONFIGS[family].vocab_size
     quantize(folder, tmp_path, **options)
-    expected = true_logprobs(Dequantized(tmp_path), WINDOWS)
+    weights_alone = options["scheme"].startswith("W4A16")
+    oracle = Dequantized(tmp_path) if weights_alone else Rounding(folder, **options)
+    expected = true_logprobs(oracle, WINDOWS)
     error = root_mean_square(logprobs(tmp_path, words) - expected)
     loss = root_mean_square(true_logprobs(Oracle(folder), WINDOWS) - expected)
     # What bfloat16 makes of the same model without quantization.

@@ -99,6 +99,8 @@ def without_times(value):
 @pytest.fixture(scope="module")
 def whole(runner, plan, tmp_path_factory) -> tuple[Path, str]:
     """An undisturbed run: its folder and what it printed."""
+    if runner == "v2":
+        pytest.skip("it is about files and processes; the figures are tested on V2 too")
     output = tmp_path_factory.mktemp("whole")
     return output, complete(start(runner, plan, output))
 

@@ -147,7 +147,7 @@ def test_ctrl_c_says_one_line():
 def test_the_whole_demo(runner):
     if runner == "v2":
         pytest.skip("it starts engines of the default kind")
-    done = run_demo()
+    done = run_demo(COLUMNS="160")  # wide enough for whole phrases
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stderr == ""
     said = done.stdout

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+EXAMPLES = str(ROOT / "examples")
+sys.path.insert(0, EXAMPLES)
 
 from common import Journal, JournalError
 from common.program import interruptible
@@ -143,7 +144,7 @@ def test_what_was_appended_survives_a_kill(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     command = [sys.executable, "-c", program, str(path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": sys.path[0]})
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": EXAMPLES})
     assert done.returncode == -signal.SIGKILL
     with Journal(path) as journal:
         assert journal.begin({"a": 1}) == [{"n": 0}]

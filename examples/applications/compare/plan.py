@@ -27,7 +27,7 @@ OURS = {
     "logprobs_mode": None,
 }
 """vLLM's options that the program sets, and what of the plan they follow."""
-MAX_SCORES = 2**24  # as vllm.v1.engine.target_token_ids
+MAX_SCORES = 2**24  # as vllm.target_logprobs
 AtLeast1 = Annotated[int, Field(ge=1)]
 
 

@@ -8,6 +8,7 @@ exception, `ClientError`.
 
 import asyncio
 import concurrent.futures
+import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import wraps
@@ -83,15 +84,17 @@ class Client:
 
         Yields:
             Each one's index and result as soon as it is there. What is left is given
-            up when one fails or the iterator is closed.
+            up when one fails or the iterator is closed; after a failure no further
+            request is sent.
         """
-        futures = {self._submit(call): index for index, call in enumerate(calls)}
+        done: queue.SimpleQueue[tuple[int, T] | None] = queue.SimpleQueue()
+        future = self._submit(_side_by_side(list(calls), done.put))
         try:
-            for future in concurrent.futures.as_completed(futures):
-                yield futures[future], future.result()
+            while (found := done.get()) is not None:
+                yield found
+            future.result()
         finally:
-            for future in futures:
-                future.cancel()
+            future.cancel()
 
     def _submit(self, call: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         return asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -116,3 +119,31 @@ class Client:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+async def _side_by_side(
+    calls: list[Coroutine[Any, Any, T]],
+    report: Callable[[tuple[int, T] | None], None],
+) -> None:
+    """Reports each call's index and result, and None at the end."""
+
+    async def make(index: int) -> None:
+        try:
+            report((index, await calls[index]))
+        except Exception:
+            # Here and not when the task has ended: calls that wait for this one's
+            # place are woken before that.
+            for task in tasks - {asyncio.current_task()}:
+                task.cancel()
+            raise
+
+    tasks = {asyncio.create_task(make(index)) for index in range(len(calls))}
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for call in calls:
+            call.close()  # those that have not begun
+        report(None)

@@ -17,6 +17,7 @@ from scoring import (
     score,
 )
 from tiny_models import CONFIGS, TWINS
+from vllm.v1.engine import EngineCoreRequest
 
 LENGTHS = (2, 3, 31, 64, 200)
 VOCABULARY = CONFIGS["llama"].vocab_size
@@ -360,6 +361,40 @@ def test_prompt_logprob_token_ids_gives_the_same_numbers(llm, rows):
     assert_same_scores(ours.target_logprobs, upstreams.target_logprobs)
     np.testing.assert_array_equal(
         upstreams.prompt_token_id_logprobs, ours.target_logprobs.logprobs
+    )
+
+
+def test_requests_of_the_rust_frontend(llm, llama):
+    """They reach the engine as they are, without an input processor, and it reads no
+    output later than upstream's `prompt_token_id_logprobs`."""
+    targets = random_ids(5, VOCABULARY, 12, 3)
+    core = llm.llm_engine.engine_core
+    core.add_request(
+        EngineCoreRequest(
+            request_id="rust",
+            prompt_token_ids=PROMPT,
+            mm_features=None,
+            sampling_params=params(
+                max_tokens=1,
+                prompt_logprob_token_ids=np.array(targets, dtype=np.int32),
+                prompt_logprob_start=len(PROMPT) - 1 - len(targets),
+            ),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+    )
+    outputs = []
+    while not (outputs and outputs[-1].finished):
+        outputs += core.get_output().outputs
+    (output,) = outputs
+    assert output.target_logprobs is None
+    scores = score(llm, PROMPT, targets)
+    assert_scores(scores, llama, PROMPT, targets)
+    np.testing.assert_allclose(
+        output.prompt_token_id_logprobs, scores.logprobs, atol=FLOAT32_TOLERANCE
     )
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from oracle import NOT_SCORED, Expected, Oracle, pad_targets, ranks_of
+from oracle import NOT_SCORED, Expected, Oracle, log_softmax, pad_targets, ranks_of
 
 FLOAT32_TOLERANCE = 1e-4
 """Most that a float32 log-probability, logit or entropy may be off, in nats: a
@@ -95,6 +95,48 @@ def assert_scores(scores, oracle: Oracle, prompt_token_ids, target_token_ids) ->
         scores.entropy, expected.entropy, rtol=0, atol=FLOAT32_TOLERANCE
     )
     assert_ranks(scores.ranks, expected)
+
+
+def assert_options(
+    scores, oracle: Oracle, ids: list[int], targets=None, *, temperature=1.0, top_k=0
+) -> None:
+    """Asserts the float32 result of `target_temperature` and `target_top_k` against the
+    oracle; all rows are scored."""
+    rows = [[]] * (len(ids) - 1) if targets is None else targets
+    width = max(map(len, map(np.atleast_1d, rows)))
+    expected = oracle.scores(ids, rows if width else ids[-len(rows) :])
+    logits = expected.logits / temperature
+    logp = log_softmax(logits)
+    # What a logit is off by, divided too, and the rounding of so great a number.
+    atol = FLOAT32_TOLERANCE * max(1, 1 / temperature)
+    assert scores.start == expected.start
+    assert scores.logprobs.shape == scores.ranks.shape == (len(rows), width)
+    if width:
+        named = np.take_along_axis(logp, np.maximum(expected.ids, 0), axis=1)
+        named = np.where(expected.ids < 0, -np.inf, named)
+        np.testing.assert_allclose(scores.logprobs, named, rtol=0, atol=atol)
+        low = ranks_of(expected.logits, expected.ids, 2 * LOGIT_ERROR)
+        high = ranks_of(expected.logits, expected.ids, -2 * LOGIT_ERROR)
+        assert np.all((low <= scores.ranks) & (scores.ranks <= np.maximum(high, 1)))
+    entropy = -(np.exp(logp) * logp).sum(axis=1)
+    np.testing.assert_allclose(scores.entropy, entropy, rtol=0, atol=10 * atol)
+    if not top_k:
+        assert scores.top_token_ids is scores.top_logprobs is scores.tail_logprob is None
+        return
+    top = scores.top_token_ids
+    assert (top.shape, top.dtype) == ((len(rows), top_k), np.int32)
+    assert scores.top_logprobs.dtype == scores.tail_logprob.dtype == np.float32
+    assert all(len(set(row)) == top_k for row in top.tolist())
+    found = np.take_along_axis(logp, top.astype(np.int64), axis=1)
+    ordered = -np.sort(-logp, axis=1)
+    np.testing.assert_allclose(scores.top_logprobs, found, rtol=0, atol=atol)
+    # Two that are as good as equal may be in either order.
+    np.testing.assert_allclose(found, ordered[:, :top_k], rtol=0, atol=atol)
+    tail = np.exp(ordered[:, top_k:]).sum(axis=1)
+    # p (1 - p) is at most 1/4, and of two groups of logits each may be off.
+    error = 1e-6 + LOGIT_ERROR / 2 * max(1, 1 / temperature)
+    np.testing.assert_allclose(np.exp(scores.tail_logprob), tail, rtol=0, atol=error)
+    np.testing.assert_allclose(scores.tail_logprob, np.log(tail), rtol=0, atol=2 * atol)
 
 
 def assert_same_scores(left, right) -> None:

@@ -23,7 +23,7 @@ import pytest
 import requests
 from live_server import live_server
 from oracle import pad_targets
-from scoring import FLOAT32_TOLERANCE, assert_scores, random_ids
+from scoring import FLOAT32_TOLERANCE, assert_options, assert_scores, random_ids
 from tiny_models import CONFIGS, make_tokenizer
 
 MODEL = "tiny"
@@ -167,6 +167,47 @@ def test_json_has_null_for_what_is_not_scored(server):
     assert scores["token_ids"] == [[5, -1], [-1, -1]]
     assert scores["logprobs"][0][1] is None and scores["logprobs"][1] == [None, None]
     assert scores["ranks"][1] == [0, 0] and scores["entropy"][1] is None
+
+
+@pytest.mark.parametrize("encoding", ["json", "npy"])
+@pytest.mark.parametrize("path", ["completions", "text", "generate"])
+@pytest.mark.parametrize("targets", [None, [[5, 6], [7]]])
+def test_temperature_and_top_k(server, llama, path, targets, encoding):
+    """With and without named tokens, and as offline."""
+    options = {"target_temperature": 0.7, "target_top_k": 4, "encoding": encoding}
+    ids = SHORT
+    if path == "text":
+        text = "def f(x):"
+        options |= {"max_tokens": 0} | ({"target_text": "\n"} if targets else {})
+        answer = server.ask(prompt=text, return_token_ids=True, **options)
+        ids = answer["choices"][0]["prompt_token_ids"]
+        targets = targets and ids[len(ids) - 1 :]
+    else:
+        options |= {} if targets is None else {"target_token_ids": targets}
+        if path == "completions":
+            answer = server.ask(prompt=ids, max_tokens=0, **options)
+        else:
+            sampling = {"max_tokens": 0}
+            answer = server.ask(
+                GENERATE, token_ids=ids, sampling_params=sampling, **options
+            )
+    body = answer["choices"][0]["target_logprobs"]
+    arrays = {
+        name: decode(name.replace("top_", ""), value)
+        for name, value in body.items()
+        if name != "start"
+    }
+    assert arrays.pop("token_ids").shape == arrays["logprobs"].shape
+    rows = [[]] * (len(ids) - 1) if targets is None else targets
+    assert arrays["top_logprobs"].shape == (len(rows), 4)
+    scores = SimpleNamespace(start=body["start"], **arrays)
+    assert_options(scores, llama, ids, targets, temperature=0.7, top_k=4)
+
+
+def test_options_without_tokens_to_score(server):
+    for body in ({"target_temperature": 2}, {"target_temperature": 1, "echo": True}):
+        error = server.refusal(COMPLETIONS, {"prompt": SHORT, "model": MODEL} | body)
+        assert error["param"] == "target_temperature"
 
 
 def test_the_short_name_of_the_encoding(server):
@@ -556,7 +597,22 @@ BAD_IDS: list[object | Maker] = [
     lambda rng: [junk(rng) for _ in range(rng.randrange(1, 4))],
     lambda rng: [rng.randrange(VOCABULARY, 10**18)] * rng.randrange(1, 9),
 ]
+BAD_OPTIONS: list[tuple[str, dict[str, object]]] = [
+    *(
+        ("target_temperature", {"target_temperature": value})
+        for value in (0, -1, "1", True, [1], {}, float("nan"), float("inf"), 1e-45)
+    ),
+    *(
+        ("target_top_k", {"target_top_k": value})
+        for value in (0, -1, "1", True, [1], {}, 1.5, 2**70, MAX_LOGPROBS + 1)
+    ),
+    *(
+        ("target_top_k", {"target_token_ids": None, "target_top_k": value})
+        for value in (0, "1", MAX_LOGPROBS + 1)
+    ),
+]
 BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
+    *BAD_OPTIONS,
     *(("target_token_ids", {"target_token_ids": value}) for value in BAD_IDS),
     *(  # as entries of a batch
         ("target_token_ids", {"prompt": [SHORT, LONG], "target_token_ids": value})
@@ -615,6 +671,7 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
     ("seed", {"seed": "x"}),
 ]
 BAD_TEXTS: list[tuple[str, dict[str, object]]] = [
+    *BAD_OPTIONS[:-3],
     *(
         ("target_text", {"target_text": value})
         for value in ("", [], [""], 5, 0.5, True, {}, [5], ["a", "b"], "\ud8ff", [None])
@@ -630,6 +687,8 @@ BAD_TEXTS: list[tuple[str, dict[str, object]]] = [
     ("input_tokens", {"target_text": "a b" * 500}),
 ]
 BAD_CONTINUATIONS: list[tuple[str, dict[str, object]]] = [
+    ("target_top_k", {"target_top_k": 1}),
+    ("target_temperature", {"target_temperature": 0}),
     *(
         ("continuations", {"continuations": value})
         for value in (
@@ -654,6 +713,7 @@ BAD_CONTINUATIONS: list[tuple[str, dict[str, object]]] = [
     ("input_text", {"prompt": "a", "continuations": ["b", "c" * 100_000]}),
 ]
 BAD_GENERATE: list[tuple[str, dict[str, object]]] = [
+    *BAD_OPTIONS,
     *(("target_token_ids", {"target_token_ids": value}) for value in BAD_IDS),
     ("target_text", {"target_text": "text"}),
     ("stream", {"stream": True}),

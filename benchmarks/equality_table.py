@@ -5,7 +5,9 @@
 
 {V1, V2} x {tensor parallel 1, 2} x {float32, bfloat16} x {whole, chunked prefill} x
 {prefix cache read, not read} x {never, preempted}: the greatest difference of any
-log-probability in each cell, and the mean one. The model is the reference model, whose
+log-probability in each cell, and the mean one. A second table has, for each row, the
+worst cell of named tokens at temperature 1, of those at other temperatures, and of the
+most probable tokens with the mass of all others. The model is the reference model, whose
 weights are exact in both types; its text is the README, as prompts that share a prefix.
 In float32 the differences are rounding, at most `FLOAT32` nats. In bfloat16 they are the
 type's own: the same model in bfloat16 in Hugging Face, last column, is as far off. A cell
@@ -30,7 +32,10 @@ TEXT = processes.ROOT / "README.md"
 BLOCK = 32
 SHARED = 2 * BLOCK + 5
 SCORED, CANDIDATES = 112, 4
-PROMPTS = 4
+TEMPERATURES = 1.0, 1.0, 0.5, 2.0
+"""Of each prompt."""
+PROMPTS = len(TEMPERATURES)
+TOP_K = 8
 GENERATED = 70
 STEPS = {"whole": (1024, 14), "chunked": (40, 11)}
 """Tokens a step, and blocks of the cache, one of which vLLM keeps for itself. A prompt
@@ -82,8 +87,9 @@ class Engine:
         """Scores the rows of one cell.
 
         Returns:
-            Log-probabilities `[prompts, rows, candidates]`, cached tokens of each
-            prompt, and the preemptions there were, in all and in mid-prompt.
+            Log-probabilities `[prompts, rows, candidates + TOP_K + 1]`: of the named
+            tokens, the most probable and all others. Cached tokens of each prompt, and
+            the preemptions there were, in all and in mid-prompt.
         """
         from vllm import SamplingParams, TokensPrompt
 
@@ -96,8 +102,13 @@ class Engine:
             skip_reading_prefix_cache=not cached,
         )
         requests = [
-            TokensPrompt(prompt_token_ids=ids, target_token_ids=rows)
-            for ids, rows in zip(prompts, targets)
+            TokensPrompt(
+                prompt_token_ids=ids,
+                target_token_ids=rows,
+                target_temperature=temperature,
+                target_top_k=TOP_K,
+            )
+            for ids, rows, temperature in zip(prompts, targets, TEMPERATURES)
         ]
         first = TokensPrompt(prompt_token_ids=shared, target_token_ids=shared[-1:])
         self.llm.generate([first], SamplingParams(max_tokens=0), use_tqdm=False)
@@ -105,7 +116,12 @@ class Engine:
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         after = self.preemptions()
         return {
-            "logprobs": np.array([o.target_logprobs.logprobs for o in outputs]),
+            "logprobs": np.array([
+                np.concatenate(
+                    [x.logprobs, x.top_logprobs, x.tail_logprob[:, None]], axis=1
+                )
+                for x in (output.target_logprobs for output in outputs)
+            ]),
             "cached": [o.num_cached_tokens for o in outputs],
             "preemptions": [b - a for a, b in zip(before, after)],
         }
@@ -119,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     prompts, targets = make_requests()
     truth = {d: hugging_face(prompts, targets, d) for d in ("float32", "bfloat16")}
-    of_type = {d: difference(x, truth["float32"]) for d, x in truth.items()}
+    of_type = {d: differences(x, truth["float32"]) for d, x in truth.items()}
     of_type["float32"] = None
     columns = [
         f"{step}, {'cached' if cached else 'uncached'}{', preempted' if preempt else ''}"
@@ -127,24 +143,39 @@ def main() -> None:
         for cached in (True, False)
         for preempt in (False, True)
     ]
-    rows, results, wrong = [], [], []
+    rows, kinds, results, wrong = [], [], [], []
     for dtype in args.dtype:
         for runner in args.runner:
             for tensor_parallel in args.tensor_parallel:
                 row = [f"{dtype}, {runner.upper()}, TP {tensor_parallel}"]
+                offs = []
                 for cell in measure(runner, dtype, tensor_parallel, prompts, targets):
-                    off = difference(cell.pop("logprobs"), truth["float32"])
-                    row.append(show(off))
+                    offs.append(differences(cell.pop("logprobs"), truth["float32"]))
+                    row.append(show(offs[-1]["named"]))
                     results.append(cell | {"dtype": dtype, "runner": runner,
                                            "tensor_parallel": tensor_parallel,
-                                           "difference": off})  # fmt: skip
+                                           "difference": offs[-1]})  # fmt: skip
                     wrong += check(results[-1], of_type[dtype])
-                row.append(show(of_type[dtype]) if of_type[dtype] else "")
-                print(*row, file=sys.stderr, flush=True)
+                kinds.append(row[:1])
+                for kind in offs[0]:
+                    worst = max((off[kind] for off in offs), key=lambda x: x["greatest"])
+                    kinds[-1].append(show(worst))
+                    if of_type[dtype]:
+                        kinds[-1][-1] += f" ({show(of_type[dtype][kind])})"
+                row.append(show(of_type[dtype]["named"]) if of_type[dtype] else "")
+                print(*row, *kinds[-1], file=sys.stderr, flush=True)
                 rows.append(row)
     processes.show(
+        "equality_of_kinds",
+        "The same, of the cell with the greatest: named tokens, at temperatures "
+        f"{TEMPERATURES[2:]}, the {TOP_K} most probable and all others (in brackets "
+        "Hugging Face in this type)",
+        ["", "named", "temperatures", "top"],
+        kinds,
+    )
+    processes.show(
         "equality",
-        f"Greatest and mean |Δ| of {PROMPTS} × {SCORED} × {CANDIDATES} log-probabilities "
+        f"Greatest and mean |Δ| of 2 × {SCORED} × {CANDIDATES} log-probabilities "
         "from Hugging Face in float32, nats",
         ["", *columns, "Hugging Face in this type"],
         rows,
@@ -176,17 +207,20 @@ def make_requests() -> tuple[list, list]:
 
 
 def hugging_face(prompts: list, targets: list, dtype: str) -> np.ndarray:
-    """Log-probabilities of the named tokens by Transformers in the given type."""
+    """What `Engine.score` returns, by Transformers in the given type."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype))
     answers = []
-    for ids, rows in zip(prompts, targets):
+    for ids, rows, temperature in zip(prompts, targets, TEMPERATURES):
         with torch.inference_mode():
             logits = model(torch.tensor([ids])).logits[0, -SCORED - 1 : -1]
-        logprobs = logits.double().log_softmax(-1)
-        answers.append(logprobs.gather(1, torch.tensor(rows)).numpy())
+        logprobs = (logits.double() / temperature).log_softmax(-1)
+        ordered = logprobs.sort(descending=True).values
+        tail = ordered[:, TOP_K:].logsumexp(1, keepdim=True)
+        named = logprobs.gather(1, torch.tensor(rows))
+        answers.append(torch.cat((named, ordered[:, :TOP_K], tail), 1).numpy())
     return np.array(answers)
 
 
@@ -223,16 +257,26 @@ def measure(
     return cells
 
 
-def difference(logprobs: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+def differences(logprobs: np.ndarray, truth: np.ndarray) -> dict[str, dict]:
+    """Of each kind, the greatest and the mean."""
     off = np.abs(logprobs - truth)
-    return {"greatest": float(off.max()), "mean": float(off.mean())}
+    at_one = np.array(TEMPERATURES) == 1
+    kinds = {
+        "named": off[at_one, :, :CANDIDATES],
+        "temperatures": off[~at_one, :, :CANDIDATES],
+        "top": off[:, :, CANDIDATES:],
+    }
+    return {
+        kind: {"greatest": float(x.max()), "mean": float(x.mean())}
+        for kind, x in kinds.items()
+    }
 
 
 def show(off: dict[str, float]) -> str:
     return f"{off['greatest']:.1e} {off['mean']:.0e}"
 
 
-def check(cell: dict, of_type: dict[str, float] | None) -> list[str]:
+def check(cell: dict, of_type: dict[str, dict] | None) -> list[str]:
     """What is wrong with a cell: it was not run as its name says, or is too far off.
 
     Args:
@@ -248,10 +292,11 @@ def check(cell: dict, of_type: dict[str, float] | None) -> list[str]:
         faults.append(f"{preempted} preemptions")
     if cell["preempt"] and cell["step"] == "chunked" and not in_prompt:
         faults.append("no preemption in mid-prompt")
-    for which, off in cell["difference"].items():
-        tolerance = BFLOAT16[which] * of_type[which] if of_type else FLOAT32
-        if not off <= tolerance:
-            faults.append(f"the {which} difference is {off}")
+    for kind, difference in cell["difference"].items():
+        for which, off in difference.items():
+            tolerance = BFLOAT16[which] * of_type[kind][which] if of_type else FLOAT32
+            if not off <= tolerance:
+                faults.append(f"the {which} difference of {kind} is {off}")
     names = ("dtype", "runner", "tensor_parallel", "step", "cached", "preempt")
     return [f"{ {n: cell[n] for n in names} }: {fault}" for fault in faults]
 

@@ -61,8 +61,15 @@ def test_scores_of_ids(server, client):
     np.testing.assert_array_equal(first.logprobs, np.float32(expected))
     assert second.logprobs == np.float32(server.logprob([68], 71))
     assert first.ranks.tolist() == [[1, 1], [0, 0]] and math.isnan(first.entropy[1])
-    kinds = [a.dtype for a in first[1:]]
+    kinds = [a.dtype for a in first[1:5]]
     assert kinds == [np.int32, np.float32, np.int32, np.float32]
+    assert first.top_token_ids is first.top_logprobs is first.tail_logprob is None
+
+
+def test_a_server_that_knows_no_top_k(server, client):
+    with pytest.raises(ClientError, match="knows no target_top_k"):
+        client.score_ids([[65, 66, 67]], [[66, 67]], top_k=3)
+    assert server.bodies[-1]["target_top_k"] == 3
 
 
 @pytest.mark.parametrize("kind", [list, np.array], ids=["lists", "arrays"])

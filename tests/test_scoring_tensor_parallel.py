@@ -2,7 +2,7 @@
 """Scoring with the model, and so the vocabulary, in two processes."""
 
 import pytest
-from scoring import assert_scores, params, prompt, random_ids, run
+from scoring import assert_options, assert_scores, params, prompt, random_ids, run
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
@@ -48,3 +48,11 @@ def test_scores_of_both_halves_of_the_vocabulary(llm, oracle, cached, generated)
     for ids, rows, output in zip(prompts, targets, outputs):
         assert_scores(output.target_logprobs, oracle("llama"), ids, rows)
         assert len(output.outputs[0].token_ids) == generated
+
+
+def test_the_most_probable_of_both_halves(llm, oracle):
+    ids = random_ids(0, VOCABULARY, 90)
+    request = prompt(ids, ids[-60:]) | {"target_temperature": 2.0, "target_top_k": 20}
+    (output,) = run(llm, [request], params())
+    options = {"temperature": 2.0, "top_k": 20}
+    assert_options(output.target_logprobs, oracle("llama"), ids, ids[-60:], **options)

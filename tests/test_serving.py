@@ -12,9 +12,11 @@ import os
 import random
 import re
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -25,6 +27,11 @@ from live_server import live_server
 from oracle import pad_targets
 from scoring import FLOAT32_TOLERANCE, assert_options, assert_scores, random_ids
 from tiny_models import CONFIGS, make_tokenizer
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from common import Client
 
 MODEL = "tiny"
 VOCABULARY = CONFIGS["llama"].vocab_size
@@ -202,6 +209,15 @@ def test_temperature_and_top_k(server, llama, path, targets, encoding):
     assert arrays["top_logprobs"].shape == (len(rows), 4)
     scores = SimpleNamespace(start=body["start"], **arrays)
     assert_options(scores, llama, ids, targets, temperature=0.7, top_k=4)
+
+
+def test_the_client_reads_them(server, llama):
+    with Client(server.url) as client:
+        for targets in (None, [SHORT[-3:]]):
+            [scores] = client.score_ids([SHORT], targets, temperature=2.0, top_k=5)
+            rows = targets and targets[0]
+            options = {"temperature": 2.0, "top_k": 5}
+            assert_options(scores, llama, SHORT, rows, **options)
 
 
 def test_options_without_tokens_to_score(server):

@@ -150,6 +150,7 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except ToolError as error:
+        sys.stdout.flush()  # what was said before, in a pipe as well
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -15,7 +15,7 @@ _HEADER = """\
 # What this fork is built from, and the git trees that the stacks of patches must
 # give. `./build.sh series export` writes the tree hashes, `./build.sh series rebase
 # VERSION` moves to another release, and `python -m tools.fetch --pin DEVICE` records
-# its binaries. `revision` is edited by hand: it is the N of 0.32.0+utio.N.cpu.
+# its binaries. `revision` is edited by hand: it is the N of {release}+{label}.N.cpu.
 """
 
 
@@ -119,7 +119,7 @@ def write(checkout: Checkout, lock: Lock) -> None:
     for name, archive in [("sdist", lock.sdist), *sorted(lock.wheels.items())]:
         row = dataclasses.asdict(archive)
         tables[f"archive.{name}"] = {key: row[key] for key in row if row[key]}
-    lines = [_HEADER]
+    lines = [_HEADER.format(release=lock.release, label=lock.label)]
     for name, row in tables.items():
         lines.append(f"[{name}]")
         for key, value in row.items():

@@ -8,6 +8,7 @@ The state of a move that is not finished is ``build/rebase.json`` plus git's own
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import git
@@ -25,10 +26,13 @@ _HOW_TO_GO_ON = """\
   ./build.sh series rebase --continue
 or give up with `./build.sh series rebase --abort`."""
 _NEXT = """\
-Read the comparison above, then
-  .venv/bin/python -m tools.fetch --pin cpu cuda  # the binaries of {release}
-  .venv/bin/python -m tools.requirements          # the versions it wants
+Read {comparison}, the old patches beside the new ones, then
+  {python} -m tools.fetch --pin cpu   # the binaries of {release}; so with cuda
+  {python} -m tools.requirements      # the versions it wants
   ./build.sh test"""
+_MEND = """\
+Mend it in the first patch that has it (git -C {source} checkout STACK, then commit
+--all --fixup PATCH, then rebase --interactive --autosquash)"""
 
 
 @dataclasses.dataclass
@@ -40,14 +44,15 @@ class _Move:
         new: the one that they shall stand on.
         heads: their branches on the old release.
         archive: the new release's source archive.
-        stops: the files that conflicted, by the patch that stopped the move.
+        stops: how many places conflicted in which files, by the patch that stopped
+            the move.
     """
 
     old: str
     new: str
     heads: dict[str, str]
     archive: dict[str, str]
-    stops: dict[str, list[str]]
+    stops: dict[str, dict[str, int]]
 
     def save(self, checkout: Checkout) -> None:
         data = json.dumps(dataclasses.asdict(self)).encode()
@@ -93,6 +98,7 @@ def start(checkout: Checkout, release: str) -> None:
     print(f"tree {bases.import_sdist(checkout, path, release)}")
     repository = hermetic_git(checkout.source)
     repository.fetch("--quiet", "origin")
+    repository.config("merge.conflictStyle", "zdiff3")  # shows the old release's lines
     heads = {stack: repository.rev_parse(stack) for stack in STACKS}
     move = _Move(lock.release, release, heads, dataclasses.asdict(archive), {})
     move.save(checkout)
@@ -149,23 +155,35 @@ def _run(checkout: Checkout, move: _Move, options: list[str]) -> None:
         patch, files = stacks.conflict(repository)
         if not stacks.in_progress(checkout.source) or not files:
             raise ToolError(f"git rebase failed:\n  {first_lines(error)}") from None
-        move.stops.setdefault(patch, files)
+        places = {file: _places(checkout.source / file) for file in files}
+        move.stops.setdefault(patch, places)
         move.save(checkout)
+        changes = f"{bases.in_clone(move.old)} {bases.in_clone(move.new)}"
         raise ToolError(
             f"the patch {patch!r} conflicts in\n  "
-            + "\n  ".join(files)
-            + "\n"
+            + "\n  ".join(f"{file}, places: {n}" for file, n in places.items())
+            + f"\nUpstream's own changes: git diff {changes} -- FILE\n"
             + _how_to_go_on(checkout, "Resolve and `git add` them")
         ) from None
+
+
+def _places(path: Path) -> int:
+    """How many conflicts git left in a file; 1 if it is gone."""
+    if not path.exists():
+        return 1
+    text = path.read_text(errors="replace")
+    return len(re.findall("^<<<<<<< ", text, re.MULTILINE)) or 1
 
 
 def _finish(checkout: Checkout, move: _Move) -> None:
     repository = hermetic_git(checkout.source)
     new, old = bases.in_clone(move.new), bases.in_clone(move.old)
-    for stack, head in move.heads.items():
-        before = old if stack == FIXES else move.heads[FIXES]
-        spans = f"{before}..{head}", f"{stacks.below(stack, new)}..{stack}"
-        print(f"{stack}:\n{repository.range_diff('--no-color', *spans)}")
+    comparison = checkout.build / "rebase.diff"
+    with comparison.open("w") as file:
+        for stack, head in move.heads.items():
+            before = old if stack == FIXES else move.heads[FIXES]
+            spans = f"{before}..{head}", f"{stacks.below(stack, new)}..{stack}"
+            file.write(f"{stack}:\n{repository.range_diff('--no-color', *spans)}\n")
     lock = locks.read(checkout)
     moved = dataclasses.replace(
         lock,
@@ -182,16 +200,18 @@ def _finish(checkout: Checkout, move: _Move) -> None:
         done = export(checkout)
     except ToolError as error:
         locks.write(checkout, lock)
-        how = _how_to_go_on(checkout, "Mend and commit that")
+        how = _how_to_go_on(checkout, _MEND.format(source=checkout.source))
         raise ToolError(f"{error}\n{how}") from None
     _state(checkout).unlink()
     print(f"the stacks are on {move.new}")
     print(summary(done))
-    places = sum(len(files) for files in move.stops.values())
-    print(f"the move stopped at {len(move.stops)} patches, in {places} files")
+    places = sum(sum(files.values()) for files in move.stops.values())
+    print(f"the move stopped at {len(move.stops)} patches, in {places} places")
     for patch, files in move.stops.items():
-        print(f"  {patch}: {', '.join(files)}")
-    print(_NEXT.format(release=move.new))
+        print(f"  {patch}: {', '.join(f'{file} ({n})' for file, n in files.items())}")
+    print(
+        _NEXT.format(release=move.new, comparison=comparison, python=sys.executable)
+    )
 
 
 def _commit(checkout: Checkout, release: str) -> str:

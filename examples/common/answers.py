@@ -38,6 +38,10 @@ class Scores(NamedTuple):
     logprobs: np.ndarray  # [n, K] float32, nats; -inf where nothing is scored
     ranks: np.ndarray  # [n, K] int32, 1 + number of likelier tokens; 0 for none
     entropy: np.ndarray  # [n] float32, nats; NaN where nothing is scored
+    # With top_k; -1 and -inf where nothing is scored:
+    top_token_ids: np.ndarray | None = None  # [n, k] int32, most probable first
+    top_logprobs: np.ndarray | None = None  # [n, k] float32, nats
+    tail_logprob: np.ndarray | None = None  # [n] float32, nats, of all others together
 
 
 class ContinuationScore(NamedTuple):
@@ -128,6 +132,9 @@ class _Targets(msgspec.Struct):
     logprobs: list[list[float | None]] | str
     ranks: list[list[int]] | str
     entropy: list[float | None] | str
+    top_token_ids: list[list[int]] | str | None = None
+    top_logprobs: list[list[float | None]] | str | None = None
+    tail_logprob: list[float | None] | str | None = None
     logprob_sum: float | None = None
     is_greedy: bool | None = None
 
@@ -277,15 +284,19 @@ def _read_chat_top(logprobs: _ChatLogprobs | None) -> list[dict[str, float]] | N
 
 def read_scores(targets: _Targets) -> Scores:
     try:
-        logprobs = _array(targets.logprobs, np.float32)
-        logprobs[np.isnan(logprobs)] = -np.inf
         scores = Scores(
             targets.start,
             _array(targets.token_ids, np.int32),
-            logprobs,
+            _logprobs(targets.logprobs),
             _array(targets.ranks, np.int32),
             _array(targets.entropy, np.float32),
         )
+        if targets.top_token_ids is not None:
+            scores = scores._replace(
+                top_token_ids=_array(targets.top_token_ids, np.int32),
+                top_logprobs=_logprobs(targets.top_logprobs),
+                tail_logprob=_logprobs(targets.tail_logprob),
+            )
     except (ValueError, OSError, EOFError) as error:
         raise Malformed(f"malformed answer: target_logprobs: {error}") from error
     shape = scores.token_ids.shape
@@ -293,6 +304,11 @@ def read_scores(targets: _Targets) -> Scores:
     if len(shape) != 2 or shapes != (shape, shape, shape[:1]):
         raise Malformed(f"malformed answer: target_logprobs of shapes {shape, *shapes}")
     return scores
+
+
+def _logprobs(value: list | str | None) -> np.ndarray:
+    array = _array([] if value is None else value, np.float32)
+    return np.where(np.isnan(array), np.float32(-np.inf), array)
 
 
 def _array(value: list | str, dtype: type) -> np.ndarray:

@@ -21,7 +21,7 @@ NPY_VALUES = 256
 """Scored ids a prompt from which on arrays come as `.npy` files: for fewer, reading
 the files takes longer than reading lists."""
 
-SCORING = "target_token_ids", "target_text", "continuations"
+SCORING = "target_token_ids", "target_text", "continuations", "target_top_k"
 """Fields that ask for scores."""
 
 T = TypeVar("T")
@@ -161,7 +161,12 @@ class AsyncClient:
     # Scores
 
     async def score_ids(
-        self, prompts: Sequence[Ids], targets: Sequence[Rows]
+        self,
+        prompts: Sequence[Ids],
+        targets: Sequence[Rows] | None,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
     ) -> list[Scores]:
         """Scores token ids at the end of prompts of token ids, in one request.
 
@@ -169,16 +174,26 @@ class AsyncClient:
             prompts: token ids.
             targets: for each prompt `n` rows, aligned to its end: row `r` scores its
                 ids as the token at position `len(prompt) - n + r`, given what is
-                before. `prompt[1:]` scores a whole prompt.
+                before. `prompt[1:]` scores a whole prompt. None, with a `top_k`:
+                all positions but the first, and no named tokens.
+            temperature: the scores are those of `softmax(logits / temperature)`.
+            top_k: so many of the most probable tokens of each position come along.
 
         Raises:
             ClientError: also if the server does not score named tokens.
         """
-        answer = await self.complete(
-            prompts, target_token_ids=targets, max_tokens=0, **encoding(targets)
-        )
+        fields: dict[str, Any] = {"max_tokens": 0}
+        if targets is not None:
+            fields |= {"target_token_ids": targets} | encoding(targets)
+        if temperature != 1.0:
+            fields["target_temperature"] = temperature
+        if top_k:
+            fields |= {"target_top_k": top_k, "target_logprobs_encoding": "npy"}
+        answer = await self.complete(prompts, **fields)
         found = [choice.scores for choice in answer.choices]
-        for scores, rows in zip(found, targets, strict=True):
+        if top_k and any(scores.top_token_ids is None for scores in found):
+            raise ClientError("the server knows no target_top_k", url=self.url)
+        for scores, rows in zip(found, targets or (), strict=targets is not None):
             if len(scores.logprobs) != len(rows):
                 raise ClientError(
                     f"{len(scores.logprobs)} rows of scores for {len(rows)}",

@@ -38,8 +38,9 @@ def test_stacks_that_fit_are_moved_and_exported(forked, capsys):
     release(forked, b"new = 0\n" + FILES["vllm/engine.py"])
     rebase.start(forked, NEWER)
     said = capsys.readouterr().out
-    assert all(f"{stack}:\n1:" in said for stack in STACKS)  # range-diff
-    assert "stopped at 0 patches, in 0 files" in said
+    compared = (forked.build / "rebase.diff").read_text()
+    assert all(f"{stack}:\n1:" in compared for stack in STACKS)  # range-diff
+    assert "stopped at 0 patches, in 0 places" in said
     lock = locks.read(forked)
     assert (lock.release, lock.commit, lock.wheels) == (NEWER, "0123abcde", {})
     assert check(forked).trees == lock.trees
@@ -55,14 +56,15 @@ def test_stacks_that_fit_are_moved_and_exported(forked, capsys):
 def test_a_stop_in_each_stack_is_named_counted_and_resolved(forked, capsys):
     conflicting(forked, line_5="50", line_35="350")
     resolve(forked, line_20="21", line_5="50", line_35="350")
-    with pytest.raises(ToolError, match="Add scoring' conflicts in\n  vllm/engine.py"):
+    stop = "Add scoring' conflicts in\n  vllm/engine.py, places: 1\n"
+    with pytest.raises(ToolError, match=stop):
         rebase.go_on(forked)
     resolve(forked, line_20="21", line_5="55", line_35="350")
     with pytest.raises(ToolError, match="Add depth' conflicts"):
         rebase.go_on(forked)
     resolve(forked, line_20="21", line_5="50", line_35="36")
     rebase.go_on(forked)
-    assert "stopped at 3 patches, in 3 files" in capsys.readouterr().out
+    assert "stopped at 3 patches, in 3 places" in capsys.readouterr().out
     assert locks.read(forked).release == NEWER
     counts = [len(check(forked).patches[stack]) for stack in STACKS]
     assert counts == [2, 1, 1]

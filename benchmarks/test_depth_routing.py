@@ -47,7 +47,7 @@ FULL, STAIRCASE, EAGER, PROBES, TRUNCATED, SCORED, FALLBACK = (
     "staircase, eager",
     "probes, translators",
     f"all exit at {UNIFORM}",
-    "scores, but one bucket",
+    "scores, but all run all layers",
     "batch too small",
 )
 WAYS = (STAIRCASE, PROBES, TRUNCATED, SCORED, FALLBACK)

@@ -125,6 +125,7 @@ def test_a_command_beside_one_that_fails_is_ended(tmp_path):
 
 
 PROGRAM = """
+import signal
 import sys
 from pathlib import Path
 
@@ -132,6 +133,7 @@ from tools import processes, test
 from tools.common import Checkout, run_main
 
 processes._SECONDS_TO_END = 1
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 checkout = Checkout(Path(sys.argv[1]))
 log = processes.Log(checkout, "test")
 run_main(lambda: test.test(checkout, log, {"PATH": "/usr/bin:/bin"}, ("tools",)))

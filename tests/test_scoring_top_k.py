@@ -46,7 +46,7 @@ def test_families(engine, oracle, family):
         [
             {},
             {"temperature": 0.5},
-            {"temperature": 3, "top_k": 1},
+            {"temperature": np.int8(3), "top_k": np.int8(1)},
             {"top_k": MAX_LOGPROBS},
             {"temperature": np.float32(1.25), "top_k": np.int64(7)},
         ]
@@ -135,7 +135,10 @@ def test_generation_goes_on_after_it(llm):
     [
         *(
             ({"targets": [5], "temperature": value}, "target_temperature")
-            for value in (0, -1.0, float("nan"), float("inf"), "1", True, [1], 1e-45)
+            for value in (
+                *(0, -1.0, float("nan"), float("inf"), "1", True, [1], 1e-45),
+                *(np.float16(0), np.float16("inf"), 10**400),
+            )
         ),
         *(
             ({"targets": targets, "top_k": value}, "target_top_k")

@@ -135,6 +135,8 @@ def test_ctrl_c_says_one_line():
         text=True,
         cwd=ROOT,
         start_new_session=True,
+        # In the background a shell has programs ignore it, and their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert demo.stdout is not None
     assert demo.stdout.read(1) == "1"  # of "1/6 ..."

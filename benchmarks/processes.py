@@ -135,6 +135,22 @@ def upstream_folder() -> Path:
     return folder
 
 
+def start_llm(model: str, dtype: str, max_model_len: int, **options):
+    """In a worker: an eager `LLM`, and the file that its vLLM was imported from."""
+    import vllm
+
+    llm = vllm.LLM(
+        model,
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=2**30,
+        **options,
+    )
+    return llm, vllm.__file__
+
+
 def random_llama(vocabulary: int, hidden: int, layers: int, dtype: str) -> Path:
     """A Llama of random weights, in a folder under `build/`, made on first use.
 

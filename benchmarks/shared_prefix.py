@@ -27,19 +27,10 @@ class Engine:
     """In the worker."""
 
     def start(self, model: str, dtype: str, length: int) -> str:
-        import vllm
-
-        self.llm = vllm.LLM(
-            model,
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            enforce_eager=True,
-            max_model_len=length + 1,
-            max_num_batched_tokens=2048,
-            block_size=BLOCK,
-            kv_cache_memory_bytes=2**30,
+        self.llm, file = processes.start_llm(
+            model, dtype, length + 1, skip_tokenizer_init=True, block_size=BLOCK
         )
-        return vllm.__file__
+        return file
 
     def score(self, prompts: list[list[int]], scored: int, way: str) -> dict:
         """Scores the last tokens of the prompts.

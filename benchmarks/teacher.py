@@ -27,19 +27,10 @@ class Engine:
     def start(
         self, model: str, tokenizer: str, dtype: str, length: int, most: int
     ) -> str:
-        import vllm
-
-        self.llm = vllm.LLM(
-            model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            enforce_eager=True,
-            max_model_len=length + 1,
-            max_num_batched_tokens=2048,
-            max_logprobs=most,
-            kv_cache_memory_bytes=2**30,
+        self.llm, file = processes.start_llm(
+            model, dtype, length + 1, tokenizer=tokenizer, max_logprobs=most
         )
-        return vllm.__file__
+        return file
 
     def score(self, prompts: list[list[int]], k: int, way: str) -> dict:
         """Scores all positions of the prompts but the first.

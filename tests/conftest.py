@@ -157,6 +157,18 @@ def engine(runner: str, model_folder):
     gc.collect = lambda generation=2: 0
 
 
+@pytest.fixture
+def llm(engine):
+    """The small Llama; files that need another engine have a fixture of their own."""
+    return engine("llama")
+
+
+@pytest.fixture
+def llama(oracle):
+    """What it ought to say."""
+    return oracle("llama")
+
+
 @pytest.fixture(scope="session")
 def tensor_parallel_engine(engine):
     """As `engine`, with two workers, each a process on a core of its own."""

@@ -37,11 +37,6 @@ def serve(runner, model_folder):
         gc.collect()
 
 
-@pytest.fixture
-def llama(oracle):
-    return oracle("llama")
-
-
 async def last_output(llm, request, sampling, name: str):
     outputs = [output async for output in llm.generate(request, sampling, name)]
     return outputs[-1]

@@ -72,6 +72,12 @@ def test_a_server_that_knows_no_top_k(server, client):
     assert server.bodies[-1]["target_top_k"] == 3
 
 
+def test_nothing_to_score_is_refused(server, client):
+    with pytest.raises(ValueError, match="targets or a top_k"):
+        client.score_ids([[65, 66, 67]], None, temperature=2.0)
+    assert not server.bodies
+
+
 @pytest.mark.parametrize("kind", [list, np.array], ids=["lists", "arrays"])
 def test_large_scores_come_as_arrays(server, client, kind):
     """And are the same as those that come as lists."""

@@ -24,16 +24,6 @@ VOCABULARY = CONFIGS["llama"].vocab_size
 PROMPT = random_ids(1, VOCABULARY, 40)
 
 
-@pytest.fixture
-def llm(engine):
-    return engine("llama")
-
-
-@pytest.fixture
-def llama(oracle):
-    return oracle("llama")
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_teacher_forcing(engine, oracle, family):
     vocabulary = CONFIGS[family].vocab_size

@@ -19,19 +19,9 @@ CHUNKED = dict(max_num_batched_tokens=32, max_num_seqs=4)
 
 
 @pytest.fixture
-def llm(engine):
-    return engine("llama")
-
-
-@pytest.fixture
 def chunked(engine):
     """Computes at most 32 tokens a step."""
     return engine("llama", **CHUNKED)
-
-
-@pytest.fixture
-def llama(oracle):
-    return oracle("llama")
 
 
 def step_until_done(llm, limit: int = 500) -> dict:

@@ -13,11 +13,6 @@ MAX_LOGPROBS = 20  # vLLM's default
 
 
 @pytest.fixture
-def llm(engine):
-    return engine("llama")
-
-
-@pytest.fixture
 def refused(llm, oracle):
     """Calls `generate`, expects a refusal that names the parameter, and scores a
     prompt afterwards."""

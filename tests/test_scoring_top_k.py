@@ -20,16 +20,6 @@ PROMPT = random_ids(2, VOCABULARY, 50)
 MAX_LOGPROBS = 20  # vLLM's default
 
 
-@pytest.fixture
-def llm(engine):
-    return engine("llama")
-
-
-@pytest.fixture
-def llama(oracle):
-    return oracle("llama")
-
-
 def request(ids, targets=None, **options):
     made = prompt(ids, targets)
     for name, value in options.items():

@@ -104,11 +104,6 @@ def server(runner, model_folder, tmp_path_factory):
         yield Server(*started)
 
 
-@pytest.fixture
-def llama(oracle):
-    return oracle("llama")
-
-
 def decode(field: str, value) -> np.ndarray:
     """An array of `target_logprobs`, from lists with null or from base64 npy."""
     if isinstance(value, str):

@@ -181,7 +181,10 @@ class AsyncClient:
 
         Raises:
             ClientError: also if the server does not score named tokens.
+            ValueError: neither targets nor a top_k.
         """
+        if targets is None and not top_k:
+            raise ValueError("score_ids needs targets or a top_k")
         fields: dict[str, Any] = {"max_tokens": 0}
         if targets is not None:
             fields |= {"target_token_ids": targets} | encoding(targets)

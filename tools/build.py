@@ -15,24 +15,7 @@ from tools.processes import Log
 from tools.steps import Step, alone, run_steps, works
 from tools.test import PARTS, test
 
-# The project's main job on real input, and what to do after it.
-DEMO = [
-    "examples/score_perplexity.py",
-    "--model", "examples/reference_model/model",
-    "--held-out", "build/downloads/vllm-{release}.tar.gz",
-    "--limit-tokens", "15000",
-    "--baseline", "prompt_logprobs",
-    "--baseline-full-positions", "64",
-    "--repeat", "3",
-    # Starts in seconds; all paths share the engine.
-    "--enforce-eager",
-]  # fmt: skip
-NEXT = """\
-What to try next:
-  .venv/bin/python examples/score_perplexity.py --help
-  .venv/bin/python examples/score_perplexity.py \\
-      --model examples/reference_model/model --text README.md --enforce-eager
-  ./build.sh test"""
+DEMO = "examples/demo"
 
 # What decides a wheel's bytes, beside the patches.
 _WHEEL_TOOLS = ("wheel.py", "backend.py", "stacks.py", "bases.py", "hermetic.py")
@@ -159,28 +142,12 @@ def offline_environment(checkout: Checkout) -> dict[str, str]:
     }
 
 
-def demo(checkout: Checkout, log: Log) -> None:
-    """Run the project's main job on real input.
-
-    Raises:
-        ToolError: it failed.
-    """
-    release = locks.read(checkout).release
-    words = [word.format(release=release) for word in DEMO]
-    if not (checkout.root / words[0]).exists():
-        raise ToolError(f"{words[0]} is not in this checkout")
-    print("$ .venv/bin/python", *words, flush=True)
-    command = [_python(checkout), "-s", *words]
-    status, _ = log.run(
-        command, checkout.root, offline_environment(checkout), _to_terminal
-    )
-    if status:
-        raise ToolError(f"the demo failed\nfull log: {log.path}")
-    print(NEXT)
-
-
-def _to_terminal(line: str) -> None:
-    print(line, end="", flush=True)
+def demo(checkout: Checkout) -> None:
+    """Become the demo. It talks to the terminal itself, and keeps a log of its own."""
+    sys.stdout.flush()
+    os.chdir(checkout.root)
+    command = [_python(checkout), "-s", DEMO]
+    os.execve(command[0], command, offline_environment(checkout))
 
 
 def series(checkout: Checkout, words: list[str]) -> None:
@@ -230,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["build", "demo", "test"],
         default="build",
         metavar="demo|test",
-        help="demo: then score held-out source files with the reference model; "
+        help="demo: then show in about a minute what it does; "
         "test: then run all tests, or the parts that are named",
     )
     parser.add_argument(
@@ -267,17 +234,17 @@ def main() -> None:
         log = Log(HERE, arguments.verb)
         try:
             run_steps(HERE, steps(HERE, arguments.device, arguments.source), log)
-            if arguments.verb == "demo":
-                demo(HERE, log)
-            elif arguments.verb == "test":
+            if arguments.verb == "test":
                 test(HERE, log, offline_environment(HERE), tuple(arguments.part))
-            else:
+            elif arguments.verb == "build":
                 _report(HERE, arguments.device)
         except KeyboardInterrupt:
             print(flush=True)
             raise ToolError("interrupted; run it again to go on") from None
         finally:
             HERE.sweep()
+    if arguments.verb == "demo":
+        demo(HERE)
 
 
 def _report(checkout: Checkout, device: str) -> None:

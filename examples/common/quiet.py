@@ -16,9 +16,11 @@ import sys
 import warnings
 
 ERROR = "ERROR"
-IMPORT_WARNINGS = (
+WARNINGS = (
     ("`torch.distributed.reduce_op` is deprecated", FutureWarning),
     ("`torch.jit.script_method` is deprecated", DeprecationWarning),
+    # Python gives back what a process that was stopped has left: nothing leaks.
+    ("resource_tracker", UserWarning),
 )
 
 
@@ -40,7 +42,7 @@ def hush(*, in_process: bool = False) -> None:
     # vLLM sets up its loggers when an engine is made; while it is imported, Python
     # prints their warnings as they come.
     logging.getLogger("vllm").setLevel(level)
-    ignore_import_warnings()
+    ignore_warnings()
 
 
 def progress() -> bool:
@@ -51,11 +53,11 @@ def progress() -> bool:
     return sys.stderr.isatty()
 
 
-def ignore_import_warnings() -> None:
-    """Ignores what vLLM and torch make Python say of each other while they load, here
-    and in the processes that are started from here."""
+def ignore_warnings() -> None:
+    """Ignores what vLLM and torch make Python say of each other while they load, and
+    of what they leave at the end, here and in the processes started from here."""
     filters = []
-    for message, category in IMPORT_WARNINGS:
+    for message, category in WARNINGS:
         warnings.filterwarnings("ignore", message, category)
         filters.append(f"ignore:{message}:{category.__name__}")
     given = os.environ.get("PYTHONWARNINGS")  # the last filter that fits counts

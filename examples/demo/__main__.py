@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import files
-import memory
 import process
 from common import quiet
 from rich.console import Console
@@ -32,19 +31,25 @@ LOGS = files.ROOT / "build" / "logs"
 
 NEXT = """\
 What to try next
+  # perplexity of a text of yours
   .venv/bin/python examples/score_perplexity.py --text README.md --enforce-eager
-  .venv/bin/python examples/lm_eval/run.py --help     lm-eval's command line, faster
+  # lm-eval's command line on this fork
+  .venv/bin/python examples/lm_eval/run.py --help
+  # a server that scores; README.md has requests for it
   .venv/bin/vllm serve examples/reference_model/model --enforce-eager \\
-      --kv-cache-memory-bytes 1073741824              then README.md's requests
-  ./build.sh test"""
+      --kv-cache-memory-bytes 1073741824
+  # depth routing on a text of yours: docs/features/utio.md
+  # all the figures, and how they were taken: benchmarks/README.md
+  ./build.sh test --quick"""
 
 NOTES = [
-    f"Model: the reference model (10.5 M parameters), padded with zeros to {files.TIMES} "
-    f"times its width and a vocabulary of {files.VOCABULARY:,}; the same function, the "
-    "cost of a wide model (examples/reference_model/inflate.py). bfloat16, eager.",
-    "Ratios are of the two ways in this run, by turns: median, least and greatest.",
-    "Experimental: exiting early changes what a model says; models trained for it "
-    "lose least. benchmarks/README.md has the whole trade-off.",
+    "Measured now, the two ways by turns: median, least and greatest. Both ways are "
+    "of this wheel.",
+    f"Model: the reference model, padded with zeros to {files.TIMES} times its width and "
+    f"{files.VOCABULARY:,} words; it computes the same and costs what a wide model costs. "
+    "Half of that is the head, more than in most models, so perplexity gains more here "
+    "than elsewhere. For depth it keeps its own 4,096 words. bfloat16, eager.",
+    "Depth routing is experimental: it changes what a model says.",
 ]
 
 
@@ -83,19 +88,18 @@ def demo(console: Console) -> None:
     begin = time.monotonic()
     archive = files.find_archive()
     server = process.Server(LOGS)
-    with line(console, "1/6 loading vLLM, padding the reference model"):
+    with line(console, "1/5 loading vLLM, padding the reference model"):
         (made,) = server.run("files", archive)
+    rows: list[Row] = []
     scoring = server.run("scoring", made)
-    with line(console, "2/6 perplexity"):
-        rows = [next(scoring), next(scoring)]
-    with line(console, "3/6 answers on one shared context"):
-        rows.append(next(scoring))
-    with line(console, "4/6 multiple choice"):
-        rows += scoring
-    with line(console, "5/6 peak memory"):
-        ways = [server.run("memory", made, upstream) for upstream in (True, False)]
-        rows.append(memory_row(*(next(way) for way in ways)))
-    with line(console, "6/6 decoding by depth"):
+    with line(console, "2/5 perplexity, its time and its memory"):
+        rows += next(scoring)
+    with line(console, "3/5 answers to one context"):
+        rows += next(scoring)
+    with line(console, "4/5 multiple choice"):
+        for more in scoring:
+            rows += more
+    with line(console, "5/5 decoding by depth"):
         rows += server.run("depth", made)
     show(rows, NOTES, console)
     console.print(f"{time.monotonic() - begin:.0f} seconds in all\n", highlight=False)
@@ -113,17 +117,6 @@ def line(console: Console, title: str) -> Iterator[None]:
         console.print()
         raise
     console.print(f" {time.monotonic() - begin:.0f} s", highlight=False)
-
-
-def memory_row(upstream: memory.Peak, fork: memory.Peak) -> Row:
-    return Row(
-        f"Peak memory of scoring {memory.LENGTH - 1:,} tokens, above that of prefill",
-        f"prompt_logprobs=0\n{upstream.above:,.0f} MiB",
-        f"target_token_ids\n{fork.above:,.0f} MiB",
-        [upstream.above / fork.above],
-        "less",
-        f"perplexity {upstream.perplexity:.1f} and {fork.perplexity:.1f}",
-    )
 
 
 if __name__ == "__main__":

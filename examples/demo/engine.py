@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,14 @@ def score_prompt_logprobs(
     )  # fmt: skip
 
 
+def prefill(llm, prompt: list[int]) -> None:
+    """Reads a prompt, and scores nothing."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(max_tokens=1, detokenize=False)
+    llm.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
+
+
 def by_turns(
     ways: Sequence[Callable[[], Any]],
     budget: float,
@@ -93,6 +102,16 @@ def by_turns(
         if (time.perf_counter() - begin) * (done + 1) / done > budget:
             break
     return turns
+
+
+def peak(work: Callable[[], Any]) -> int:
+    """Most resident memory while it runs, in bytes, as the kernel counts it."""
+    Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is used now
+    work()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status does not say VmHWM")
 
 
 def over(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's model and text, made in build/ on first use."""
+"""The demo's models and text, made in build/ on first use."""
 
+import json
 import os
 import shutil
 import sys
@@ -14,7 +15,10 @@ EXAMPLES = HERE.parent
 ROOT = EXAMPLES.parent
 REFERENCE = EXAMPLES / "reference_model"
 CALIBRATION = HERE / "calibration.safetensors"
+"""Of the reference model: examples/utio_calibrate.py --cutoffs 6 9 --output ..."""
 TIMES, VOCABULARY = 4, 131_072
+LONGEST = 1023
+"""Tokens of a text; the model takes 1,024, and vLLM wants room for one."""
 DOWNLOADS = ROOT / "build" / "downloads"
 FOLDER = ROOT / "build" / "demo"
 sys.path.append(str(REFERENCE))
@@ -22,8 +26,9 @@ sys.path.append(str(REFERENCE))
 
 class Files(NamedTuple):
     model: Path  # a folder: the reference model, inflated
-    calibration: Path  # for it
-    archive: Path  # the source archive whose held-out files are the text
+    narrow: Path  # the same with its own vocabulary
+    calibration: Path  # for both
+    tokens: Path  # of the beginnings of held-out files
 
 
 def find_archive() -> Path:
@@ -38,20 +43,47 @@ def find_archive() -> Path:
 
 
 def run(archive: Path) -> Iterator[Files]:
-    """Inflates what was not inflated before, in the part's process."""
+    """Makes what was not made before, in the part's process."""
     import inflate
 
-    made = FOLDER / f"wide-{TIMES}-{VOCABULARY}"
-    model, calibration = "model", "calibration.safetensors"
+    folder = FOLDER / f"times-{TIMES}"
+    made = under(folder)
 
-    def write(folder: Path) -> None:
-        inflate.inflate_model(REFERENCE / "model", folder / model, TIMES, VOCABULARY)
-        inflate.inflate_calibration(CALIBRATION, folder / calibration, TIMES)
+    def write(partial: Path) -> None:
+        parts = under(partial)
+        inflate.inflate_model(REFERENCE / "model", parts.model, TIMES, VOCABULARY)
+        inflate.inflate_model(REFERENCE / "model", parts.narrow, TIMES)
+        inflate.inflate_calibration(CALIBRATION, parts.calibration, TIMES)
+        parts.tokens.write_text(json.dumps(tokenize(archive)))
 
-    sources = [REFERENCE / "inflate.py", CALIBRATION, *REFERENCE.glob("model/*")]
-    if older(made, sources):
-        whole(made, write)
-    yield Files(made / model, made / calibration, archive)
+    sources = [Path(__file__), REFERENCE / "inflate.py", CALIBRATION, archive]
+    if older(folder, [*sources, *REFERENCE.glob("model/*")]):
+        whole(folder, write)
+    yield made
+
+
+def under(folder: Path) -> Files:
+    return Files(
+        folder / "model",
+        folder / "narrow",
+        folder / "calibration.safetensors",
+        folder / "tokens.json",
+    )
+
+
+def tokenize(archive: Path) -> list[list[int]]:
+    """The first tokens of Python files that the reference model was not trained on."""
+    from corpus import read
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "model")
+    texts = read(archive, held_out=True)
+    python = (text for path, text in texts.items() if path.endswith(".py"))
+    return [tokenizer.encode(text, verbose=False)[:LONGEST] for text in python]
+
+
+def tokens(files: Files) -> list[list[int]]:
+    return json.loads(files.tokens.read_text())
 
 
 def older(made: Path, sources: list[Path]) -> bool:
@@ -70,11 +102,3 @@ def whole(folder: Path, write: Callable[[Path], None]) -> None:
         os.utime(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def held_out(archive: Path) -> list[str]:
-    """The Python files that the reference model was not trained on."""
-    from corpus import read
-
-    texts = read(archive, held_out=True)
-    return [text for path, text in texts.items() if path.endswith(".py")]

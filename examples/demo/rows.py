@@ -4,20 +4,17 @@
 import statistics
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 
 class Row(NamedTuple):
     """One job, done upstream's own way and this fork's, in one run."""
 
     job: str
-    upstream: str  # what it is compared with, and what that took
+    upstream: str  # what upstream's own way took
     ours: str
-    ratios: list[float]  # upstream's over ours, one a round
-    unit: str  # what the ratio is of
-    result: str  # whether the answers are the same
+    ratio: str  # upstream's over ours
+    said: list[str]  # what the ways are, and whether the answers are the same
 
 
 def ratio(values: list[float]) -> str:
@@ -34,20 +31,18 @@ def digits(value: float) -> str:
 
 
 def show(rows: list[Row], notes: list[str], console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
-    table.add_column("job", max_width=27)
-    table.add_column("vLLM's own way", max_width=22)
-    table.add_column("this fork's way", max_width=22)
-    table.add_column("ratio", justify="right", no_wrap=True)
-    table.add_column("answers", max_width=28)
+    """Prints the figures of each row in columns, what they are of beneath them."""
+    head = line("", "vLLM's own way", "this fork", "ratio")
+    console.print(f"\n{head}\n{'─' * len(head)}", highlight=False)
     for row in rows:
-        table.add_row(
-            row.job,
-            row.upstream,
-            row.ours,
-            f"[bold]{ratio(row.ratios)}[/bold]\n{row.unit}",
-            row.result,
-        )
-    console.print(table)
+        figures = line(row.job, row.upstream, row.ours, row.ratio)
+        console.print(figures, style="bold", highlight=False)
+        for said in row.said:
+            console.print(f"  {said}", highlight=False, markup=False)
+    console.print()
     for note in notes:
         console.print(note, highlight=False, style="dim")
+
+
+def line(job: str, upstream: str, ours: str, ratio: str) -> str:
+    return f"{job:<33}{upstream:>14}{ours:>11}  {ratio:<20}"

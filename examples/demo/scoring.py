@@ -3,7 +3,8 @@
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from engine import (
@@ -11,107 +12,98 @@ from engine import (
     differ,
     options,
     over,
+    peak,
     perplexity,
+    prefill,
     score_named,
     score_prompt_logprobs,
     took,
 )
-from files import EXAMPLES, Files, held_out
-from rows import Row
+from files import EXAMPLES, LONGEST, Files, tokens
+from rows import Row, ratio
 
 LM_EVAL = EXAMPLES / "lm_eval"
-BUDGET = {
-    "perplexity": 8,
-    "whole vocabulary": 4,
-    "shared context": 10,
-    "multiple choice": 8,
-}
+BUDGET = {"perplexity": 8, "shared context": 10, "multiple choice": 8}
 """Seconds in which the ways take turns."""
-WINDOWS, WINDOW = 2, 512
-FEW = 16
-"""Positions of which the whole vocabulary is asked for: an object a token each."""
-ANSWERS, ANSWER, CONTEXT = 64, 8, 97
-QUESTIONS, SHOTS = 4, 5
+RESOLUTION = 16
+"""MiB: what the memory allocator keeps or gives back moves a peak by this."""
+ANSWERS, ANSWER, CONTEXT = 64, 6, 65
+QUESTIONS, SHOTS = 3, 5
 
 
-def run(files: Files) -> Iterator[Row]:
-    """Yields a row for each comparison."""
+def run(files: Files) -> Iterator[list[Row]]:
+    """Yields the rows of each part."""
     sys.path.append(str(LM_EVAL))
     from utio_model import UTIO
 
     ours = UTIO(
         **{"pretrained" if name == "model" else name: value
-           for name, value in options(str(files.model), max_logprobs=-1).items()},
-        max_model_len=1024,
+           for name, value in options(str(files.model)).items()},
+        max_model_len=LONGEST + 1,
         batch_size="auto",
     )  # fmt: skip
     llm = ours.model
-    tokenizer = llm.get_tokenizer()
-    texts = held_out(files.archive)
-    tokens = [tokenizer.encode(text, verbose=False) for text in texts]
-    warm_up(llm, tokens)
-    yield score_text(llm, tokens)
-    yield few_positions(llm, tokens)
-    yield shared_context(llm, tokens)
-    yield multiple_choice(ours, files)
+    texts = tokens(files)
+    warm_up(llm, texts)
+    yield score_text(llm, texts)
+    yield [shared_context(llm, texts)]
+    yield [multiple_choice(ours)]
 
 
-def warm_up(llm, tokens: list[list[int]]) -> None:
-    prompts = [ids[:64] for ids in tokens if len(ids) >= 64][:2]
+def warm_up(llm, texts: list[list[int]]) -> None:
+    prompts = [ids[:64] for ids in texts if len(ids) >= 64][:2]
     score_named(llm, prompts, 32)
     score_prompt_logprobs(llm, prompts, 32)
-    score_prompt_logprobs(llm, prompts[:1], 32, top=1)
 
 
-def score_text(llm, tokens: list[list[int]]) -> Row:
-    """Perplexity: every token but the first of a window."""
-    windows = [ids[:WINDOW] for ids in tokens if len(ids) >= WINDOW][:WINDOWS]
-    rows = WINDOW - 1
-    upstream, fork = by_turns(
-        (
-            lambda: score_prompt_logprobs(llm, windows, rows),
-            lambda: score_named(llm, windows, rows),
-        ),
-        BUDGET["perplexity"],
-        llm.reset_prefix_cache,
+def score_text(llm, texts: list[list[int]]) -> list[Row]:
+    """Perplexity: every token but the first. Its time and its memory."""
+    text = next(ids for ids in texts if len(ids) == LONGEST)
+    ways = [
+        lambda: score_prompt_logprobs(llm, [text], LONGEST - 1),
+        lambda: score_named(llm, [text], LONGEST - 1),
+    ]
+    prefilled = peak(lambda: prefill(llm, text))
+    # Upstream's way last: what it leaves behind would hide what the other takes.
+    fork_memory, upstream_memory = (
+        above(prefilled, llm, way) for way in reversed(ways)
     )
+    unseen = fork_memory < RESOLUTION
+    least = max(fork_memory, RESOLUTION)
+    upstream, fork = by_turns(ways, BUDGET["perplexity"], llm.reset_prefix_cache)
     theirs, ours = upstream.answers[-1], fork.answers[-1]
-    return Row(
-        f"Perplexity of {theirs.size:,} held-out tokens",
-        f"prompt_logprobs=0\n{took(upstream.seconds)}",
-        f"target_token_ids\n{took(fork.seconds)}",
-        over(upstream.seconds, fork.seconds),
-        "as fast",
-        f"perplexity {perplexity(theirs):.4f} and {perplexity(ours):.4f}; "
-        f"tokens {differ(theirs, ours)}",
-    )
-
-
-def few_positions(llm, tokens: list[list[int]]) -> Row:
-    """The same by asking for the whole vocabulary."""
-    (window,) = [ids[: FEW + 1] for ids in tokens if len(ids) > FEW][:1]
-    upstream, fork = by_turns(
-        (
-            lambda: score_prompt_logprobs(llm, [window], FEW, top=-1),
-            lambda: score_named(llm, [window], FEW),
+    how = "prompt_logprobs=0 against target_token_ids"
+    return [
+        Row(
+            f"Perplexity of {theirs.size:,} tokens",
+            took(upstream.seconds),
+            took(fork.seconds),
+            ratio(over(upstream.seconds, fork.seconds)),
+            [
+                how,
+                f"{perplexity(theirs):.4f} and {perplexity(ours):.4f}; "
+                f"log-probabilities {differ(theirs, ours)}",
+            ],
         ),
-        BUDGET["whole vocabulary"],
-        llm.reset_prefix_cache,
-    )
-    theirs, ours = upstream.answers[-1], fork.answers[-1]
-    return Row(
-        f"The same at {FEW} positions, against all log-probabilities of the vocabulary",
-        f"prompt_logprobs=-1\n{took(upstream.seconds)}",
-        f"target_token_ids\n{took(fork.seconds)}",
-        over(upstream.seconds, fork.seconds),
-        "as fast",
-        differ(theirs, ours),
-    )
+        Row(
+            "Its peak memory, above prefill's",
+            f"{upstream_memory:,.0f} MiB",
+            f"{'< ' * unseen}{least:,.0f} MiB",
+            f"{'> ' * unseen}{upstream_memory / least:.0f}×",
+            ["the first grows with the tokens of a step, the second does not"],
+        ),
+    ]
 
 
-def shared_context(llm, tokens: list[list[int]]) -> Row:
+def above(prefilled: int, llm, score: Callable[[], Any]) -> float:
+    """MiB that `score` takes above `prefilled` bytes."""
+    llm.reset_prefix_cache()
+    return (peak(score) - prefilled) / 2**20
+
+
+def shared_context(llm, texts: list[list[int]]) -> Row:
     """Answers to one context. `prompt_logprobs` does not read the prefix cache."""
-    flat = [i for ids in tokens for i in ids]
+    flat = [i for ids in texts for i in ids]
     context, rest = flat[:CONTEXT], flat[CONTEXT:]
     prompts = [
         context + rest[n * ANSWER : (n + 1) * ANSWER] for n in range(ANSWERS)
@@ -124,26 +116,27 @@ def shared_context(llm, tokens: list[list[int]]) -> Row:
         BUDGET["shared context"],
         llm.reset_prefix_cache,
     )
-    theirs, ours = upstream.answers[-1], fork.answers[-1]
+    theirs, ours = (way.answers[-1].sum(1) for way in (upstream, fork))
+    same = "the same best" if theirs.argmax() == ours.argmax() else "ANOTHER BEST"
     return Row(
-        f"{ANSWERS} answers of {ANSWER} tokens to one context of {CONTEXT}",
-        f"prompt_logprobs=0\n{took(upstream.seconds)}",
-        f"target_token_ids,\nprefix cache\n{took(fork.seconds)}",
-        over(upstream.seconds, fork.seconds),
-        "as fast",
-        f"sums {differ(theirs.sum(1), ours.sum(1))}; same best answer"
-        if theirs.sum(1).argmax() == ours.sum(1).argmax()
-        else f"sums {differ(theirs.sum(1), ours.sum(1))}; ANOTHER best answer",
+        f"{ANSWERS} answers to one context",
+        took(upstream.seconds),
+        took(fork.seconds),
+        ratio(over(upstream.seconds, fork.seconds)),
+        [
+            f"{ANSWER} tokens each after {CONTEXT}; the fork prefills the context once",
+            f"{same} answer; sums {differ(theirs, ours)}",
+        ],
     )
 
 
-def multiple_choice(ours, files: Files) -> Row:
+def multiple_choice(ours) -> Row:
     """lm-eval's requests, by its own `vllm` model and by this fork's."""
     from lm_eval.models.vllm_causallms import VLLM
 
     theirs = copy.copy(ours)  # the same engine and tokenizer
     theirs.__class__ = VLLM
-    requests = choice_requests(files)
+    requests = choice_requests()
     upstream, fork = by_turns(
         (
             lambda: theirs.loglikelihood(requests, disable_tqdm=True),
@@ -158,21 +151,24 @@ def multiple_choice(ours, files: Files) -> Row:
     choices = [side.reshape(-1, 4).argmax(1) for side in sums]
     same = int((choices[0] == choices[1]).sum())
     return Row(
-        f"Multiple choice by lm-eval: {QUESTIONS} questions, 4 answers, {SHOTS} shots",
-        f"lm-eval's vllm model\n{took(upstream.seconds)}",
-        f"model utio\n{took(fork.seconds)}",
-        over(upstream.seconds, fork.seconds),
-        "as fast",
-        f"the same choice in {same} of {QUESTIONS}; sums {differ(*sums)}",
+        f"lm-eval, {QUESTIONS} questions of 4 choices",
+        took(upstream.seconds),
+        took(fork.seconds),
+        ratio(over(upstream.seconds, fork.seconds)),
+        [
+            f"{SHOTS} shots; its model `vllm` against this fork's `utio`",
+            f"the same choice in {same} of {QUESTIONS}; sums {differ(*sums)}",
+        ],
     )
 
 
-def choice_requests(files: Files) -> list:
+def choice_requests() -> list:
     """Which of four lines comes next? As lm-eval builds it, shots and all."""
     from lm_eval.tasks import TaskManager
 
     name = "held_out_next_line_same_shots"
-    manager = TaskManager(include_path=str(LM_EVAL / "tasks"))
+    # Without lm-eval's own tasks, which take seconds to list.
+    manager = TaskManager(include_path=str(LM_EVAL / "tasks"), include_defaults=False)
     task = manager.load([name])["tasks"][name]
     task.set_config("num_fewshot", SHOTS)
     task.build_all_requests(limit=QUESTIONS, rank=0, world_size=1)

@@ -22,7 +22,6 @@ Many models in one command, with more figures, intervals and a noise floor:
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,8 +33,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent / "applications"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "applications")]
 
+from common import quiet
+from common.program import interruptible
 from compare.divergence import Comparison
 from compare.engine import (
     add_engine_arguments,
@@ -75,9 +77,10 @@ PERCENTILES = (50, 90, 99, 99.9)
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     # The scheduler in this process: batches, and so roundings, are the same each time.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    quiet.hush(in_process=True)
     try:
-        args.run(args)
+        with interruptible():
+            args.run(args)
     except Refused as error:
         sys.exit(f"error: {error}")
 
@@ -143,7 +146,7 @@ def make_references(
 ) -> Iterator[Reference]:
     """The reference call by call, with a progress bar."""
     limit = tokens_per_call(args.top_k + args.tail_samples)
-    with tqdm(desc=f"the top {args.top_k}", unit="pos") as bar:
+    with tqdm(desc=f"the top {args.top_k}", unit="pos", disable=None) as bar:
         for number, call in enumerate(calls(windows, limit)):
             part = make_reference(llm, call, args.top_k, args.tail_samples, number)
             yield part
@@ -175,7 +178,7 @@ def compare_all(
     """The comparison part by part, and the reference's log-probabilities of the right
     tokens and its tail masses."""
     parts, few = [], []
-    with tqdm(desc="scoring", total=file.positions, unit="pos") as bar:
+    with tqdm(desc="scoring", total=file.positions, unit="pos", disable=None) as bar:
         for reference in file.parts(tokens_per_call(file.named)):
             parts.append(compare_with(llm, reference))
             few.append((reference.next_logprobs, reference.tail_mass))
@@ -205,6 +208,7 @@ def start_engine(args: argparse.Namespace, context: int, named: int) -> "LLM":
         **engine_options(args),
         max_model_len=context,
         max_logprobs=named,
+        use_tqdm_on_load=quiet.progress(),
         enable_prefix_caching=False,  # windows start at different tokens
     )
 

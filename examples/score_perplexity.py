@@ -34,8 +34,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent / "applications"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "applications")]
 
+from common import quiet
+from common.program import interruptible
 from compare.engine import (
     add_engine_arguments,
     check_engine,
@@ -69,6 +72,12 @@ class Scores(NamedTuple):
 
 def main() -> None:
     args = parse_args()
+    quiet.hush(in_process=True)
+    with interruptible():
+        score(args)
+
+
+def score(args: argparse.Namespace) -> None:
     texts = open_texts(args)
     llm = start_engine(args)
     windows = partial(read_windows, llm, texts, args)
@@ -148,6 +157,7 @@ def start_engine(args: argparse.Namespace) -> "LLM":
         max_model_len=args.context_length
         + bool(args.baseline or args.baseline_full_positions),
         max_logprobs=-1 if args.baseline_full_positions else 20,
+        use_tqdm_on_load=quiet.progress(),
         # No path could use it, as windows start at different tokens.
         enable_prefix_caching=False,
     )
@@ -181,7 +191,7 @@ def score_named(llm: "LLM", windows: list[Window]) -> list[float]:
         TokensPrompt(prompt_token_ids=ids, target_token_ids=ids[-scored:])
         for ids, scored in windows
     ]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=0), use_tqdm=BAR)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=0), use_tqdm=quiet.progress() and BAR)
     return [-o.target_logprobs.logprobs.sum(dtype=np.float64) for o in outputs]
 
 
@@ -201,7 +211,7 @@ def score_prompt_logprobs(
         entries = output.prompt_logprobs[-window.scored :]
         return -math.fsum(entry[i].logprob for entry, i in zip(entries, ids))
 
-    outputs = llm.generate(prompts, sampling, use_tqdm=BAR)
+    outputs = llm.generate(prompts, sampling, use_tqdm=quiet.progress() and BAR)
     return [nll(*pair) for pair in zip(outputs, windows)]
 
 

@@ -88,6 +88,8 @@ MIN_TEXTS = 100
 MIN_HELD_OUT = 100
 FINGERPRINT = 16
 """Tokens whose embeddings the file has."""
+BAR = {"leave": False, "disable": None}
+"""Of progress bars: none where the output is no terminal."""
 LOGITS_AT_ONCE = 2**22
 """Elements of one block of logits; a few such blocks are held at a time."""
 
@@ -571,7 +573,7 @@ def entropy(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def progress(exits: Exits, windows, batch_size: int, name: str) -> Iterator[Rows]:
-    with tqdm(total=count(windows), desc=name, unit="tok", leave=False) as bar:
+    with tqdm(total=count(windows), desc=name, unit="tok", **BAR) as bar:
         for rows in exits.rows(windows, batch_size):
             yield rows
             bar.update(len(rows.full_nll))
@@ -629,7 +631,7 @@ def fit_translators(args, exits: Exits, windows, hidden_size: int) -> list[Trans
     xs = scratch(args, (len(args.cutoffs), size, hidden_size), np.float16)
     fulls, filled = None, 0
     equations = [NormalEquations(hidden_size, hidden_size) for _ in args.cutoffs]
-    with tqdm(total=size, desc="states", unit="tok", leave=False) as bar:
+    with tqdm(total=size, desc="states", unit="tok", **BAR) as bar:
         for at_cutoffs, ends, full in exits.samples(windows, args.batch_size):
             if not at_cutoffs.isfinite().all() or not full.isfinite().all():
                 refuse_overflow(args)
@@ -754,7 +756,7 @@ def descend(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, [group["lr"] for group in groups], total_steps=len(batches)
     )
-    for batch in tqdm(batches, desc=name, unit="step", leave=False):
+    for batch in tqdm(batches, desc=name, unit="step", **BAR):
         optimizer.zero_grad()
         for begin in range(0, len(batch), at_once):
             (loss(batch[begin : begin + at_once]).sum() / len(batch)).backward()

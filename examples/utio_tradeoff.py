@@ -291,7 +291,7 @@ class Sweep:
         plans = [((cutoff,), (s,)) for cutoff in exits for s in args.leaving]
         plans += [(exits, shares) for shares in args.mix]
         total = 1 + len(exits) + len(plans) * len(args.ways)
-        with tqdm(total=total, unit="way") as bar:
+        with tqdm(total=total, unit="way", disable=None) as bar:
             Chosen.set(RANDOM, self.shares((), ()))
             logprobs, self.greedy, _ = self.force(llm, max_depth=self.num_layers)
             self.base = math.exp(-logprobs.mean())

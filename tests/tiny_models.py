@@ -132,7 +132,7 @@ OTHERS = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most 500 tokens, fewer than any model's vocabulary,
     trained on the text of these tests."""
-    texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    texts = [path.read_text() for path in sorted(Path(__file__).parent.rglob("test_*.py"))]
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
         texts, vocab_size=500, special_tokens=[BOS, EOS], show_progress=False

@@ -214,7 +214,7 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     jobs.append(options | dict(model=llama) | fitted)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = runners.environment("v1", [Path(__file__).parent])
+    environment = runners.environment("v1", [Path(__file__).parents[1]])
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     command = [sys.executable, "program.py", "jobs.json", "messages.json"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)

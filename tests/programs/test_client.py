@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from failing_server import SLOW, FailingServer, Reply
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from common import AsyncClient, Client, ClientError, Model, ServerGone, top_ids

@@ -17,7 +17,7 @@ import pytest
 import runners
 from failing_server import SLOW, FailingServer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 
 from ace import ClientError, Completion, LLMClient, Playbook, Sampling

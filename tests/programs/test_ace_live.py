@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import runners
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 
 from ace import ClientError, LLMClient, Playbook, Sampling

@@ -20,7 +20,7 @@ from scoring import random_ids
 from tiny_models import CONFIGS, save_model
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "applications"))
 
 from compare.quantize import quantize

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 from compare.texts import Tally, open_texts, stream_windows

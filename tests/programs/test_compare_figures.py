@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "applications"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "applications"))
 
 from compare import figures
 from compare.divergence import estimate_tail, terms

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from failing_server import BLOCK, SLOW, FailingServer
 
-FOLDER = Path(__file__).parents[1] / "examples" / "applications" / "icm"
+FOLDER = Path(__file__).parents[2] / "examples" / "applications" / "icm"
 sys.path.insert(0, str(FOLDER))
 
 import icm
@@ -1013,4 +1013,4 @@ def test_vllm_takes_the_configuration(parser, name):
     assert args.max_logprobs == 20 and not args.disable_log_stats
     assert args.model and args.port == 8000
     if name == "reference":
-        assert (Path(__file__).parents[1] / args.model / "config.json").exists()
+        assert (Path(__file__).parents[2] / args.model / "config.json").exists()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A live server with routing on, under traffic that comes, asks and goes as it likes.
 
-    UTIO_SOAK_SECONDS=1800 python -m pytest tests/test_utio_soak.py --runner v1
+    UTIO_SOAK_SECONDS=1800 python -m pytest tests/depth/test_utio_soak.py --runner v1
 
 Eager, and with UTIO_SOAK_COMPILED=1 as users compile it.
 

@@ -13,7 +13,7 @@ import runners
 from scoring import FLOAT32_TOLERANCE, random_ids
 from tiny_models import CONFIGS
 
-DIST = Path(__file__).parents[1] / "dist"
+DIST = Path(__file__).parents[2] / "dist"
 PROGRAM = """
 import json, sys
 

@@ -13,7 +13,7 @@ from depth_routing import NUM_LAYERS
 from scipy.special import log_softmax
 from tiny_models import CONFIGS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 TEXTS = [ROOT / "tests" / name for name in ("oracle.py", "scoring.py", "conftest.py")]
 CUTOFFS = [2, 4]

@@ -25,7 +25,7 @@ import pytest
 import runners
 from aiohttp import ClientSession, web
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 
 from dual_vllm import (

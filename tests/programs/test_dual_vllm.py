@@ -25,7 +25,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, logsumexp, softmax
 from tokenizers import Tokenizer, decoders, models
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
 
 from common import Journal, JournalError, Model

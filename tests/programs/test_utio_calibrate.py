@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]

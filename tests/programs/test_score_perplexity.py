@@ -11,7 +11,7 @@ import pytest
 import runners
 from oracle import Oracle
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "score_perplexity.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "score_perplexity.py"
 SOURCE = Path(__file__).read_text()
 TEXTS = ["x", SOURCE[:700], SOURCE[700:2700]]
 """Three files: one of a single token, of which nothing can be scored."""

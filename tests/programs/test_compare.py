@@ -26,7 +26,7 @@ from scoring import FLOAT32_TOLERANCE, LOGIT_ERROR, random_ids
 from tiny_models import CONFIGS, save_model
 from transformers import AutoModelForCausalLM
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "applications"))
 
 from compare.divergence import TAIL_FLOOR

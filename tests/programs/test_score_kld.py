@@ -17,7 +17,7 @@ from scoring import FLOAT32_TOLERANCE, LOGIT_ERROR
 from tiny_models import CONFIGS, make_tokenizer, save_model
 from transformers import AutoModelForCausalLM
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 VOCABULARY = CONFIGS["llama"].vocab_size

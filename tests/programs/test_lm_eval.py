@@ -13,7 +13,7 @@ from scoring import FLOAT32_TOLERANCE, random_ids
 
 lm_eval = pytest.importorskip("lm_eval")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "lm_eval"
 TASKS = str(EXAMPLE / "tasks")
 MODEL = ROOT / "examples" / "reference_model" / "model"

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import runners
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "applications" / "icm"
 sys.path[:0] = [str(FOLDER), str(ROOT / "examples")]
 

@@ -16,7 +16,7 @@ import yaml
 from compare_models import save_noisy
 from tiny_models import make_tokenizer, save_model
 
-PROGRAM = Path(__file__).parents[1] / "examples" / "applications" / "compare"
+PROGRAM = Path(__file__).parents[2] / "examples" / "applications" / "compare"
 TEXT = "".join(path.read_text() for path in sorted(PROGRAM.glob("*.py")))[:24_000]
 OPTIONS = {"enforce_eager": True, "kv_cache_memory_bytes": 64 * 2**20}
 TIMES = ("seconds", "tokens_per_second")

@@ -13,7 +13,7 @@ from conftest import engine_options
 from scoring import random_ids
 from tiny_models import CONFIGS
 
-DOWNLOADS = Path(__file__).parents[1] / "build" / "downloads"
+DOWNLOADS = Path(__file__).parents[2] / "build" / "downloads"
 PROGRAM = """
 import json, sys
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scoring over HTTP: a live `vllm serve` on the loopback interface.
 
-SERVING_REQUESTS=2000 python -m pytest tests/test_serving.py   # the long random run
+SERVING_REQUESTS=2000 python -m pytest tests/serving/test_serving.py   # the long random run
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from oracle import pad_targets
 from scoring import FLOAT32_TOLERANCE, assert_options, assert_scores, random_ids
 from tiny_models import CONFIGS, make_tokenizer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from common import Client

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-PROGRAM = Path(__file__).parents[1] / "examples" / "applications" / "compare"
+PROGRAM = Path(__file__).parents[2] / "examples" / "applications" / "compare"
 sys.path.insert(0, str(PROGRAM.parent))
 
 from compare.cli import new_parser, read_plan

@@ -140,7 +140,7 @@ def engine(runner: str, model_folder):
     """The in-process `LLM` of a family and its options, shared by the whole session.
 
     The engine runs inside this process, where one starts in a third of a second.
-    What differs between processes is tested in `test_async_scoring.py`.
+    What differs between processes is tested in `serving/test_async_scoring.py`.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM

@@ -5,7 +5,7 @@ The engine runs inside this process, so that the tests and `Planted`, which the
 engine is told to use as its policy, share state.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -269,3 +269,13 @@ def mlp_rows(llm) -> Iterator[list[int]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def counters(llm) -> Counter:
+    """Values of the counters by name and the label that is their own."""
+    found = Counter()
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:utio"):
+            own = metric.labels.get("depth") or metric.labels.get("reason")
+            found[metric.name.removeprefix("vllm:utio_"), own] += metric.value
+    return found

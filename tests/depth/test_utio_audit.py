@@ -6,20 +6,20 @@ from itertools import count
 import numpy as np
 import prometheus_client
 import pytest
+from depth_cutoffs import Recorded
+from depth_cutoffs import engine_options as cutoff_options
 from depth_routing import (
     CUTOFFS,
     NUM_LAYERS,
     Request,
     assert_logits,
+    counters,
     random_plan,
     routing,
     serve,
 )
 from scoring import random_ids
 from scipy.special import log_softmax
-from test_utio_cutoffs import Recorded
-from test_utio_cutoffs import engine_options as cutoff_options
-from test_utio_metrics import counters
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["deep_llama"].vocab_size

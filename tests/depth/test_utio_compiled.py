@@ -21,9 +21,9 @@ from depth_routing import (
     serve,
 )
 from scoring import random_ids
-from test_utio_cutoffs import engine_options as cutoff_options
-from test_utio_cutoffs import requests as cutoff_requests
-from test_utio_cutoffs import routed, save_probes  # noqa: F401
+from depth_cutoffs import engine_options as cutoff_options
+from depth_cutoffs import requests as cutoff_requests
+from depth_cutoffs import routed, save_probes  # noqa: F401
 from tiny_models import CONFIGS
 
 FAMILIES = ("deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt")

@@ -6,9 +6,15 @@ from itertools import count
 
 import numpy as np
 import pytest
-from depth_routing import NUM_LAYERS, Request, logits_options, model_runner, serve
+from depth_routing import (
+    NUM_LAYERS,
+    Request,
+    counters,
+    logits_options,
+    model_runner,
+    serve,
+)
 from scoring import random_ids
-from test_utio_metrics import counters
 from tiny_models import CONFIGS
 from vllm.v1.worker.depth.gate import Decision
 

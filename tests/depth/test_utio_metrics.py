@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine with depth routing says of it: outputs and counters."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
-from depth_routing import CUTOFFS, NUM_LAYERS, Request, random_plan, routing, serve
+from depth_routing import (
+    CUTOFFS,
+    NUM_LAYERS,
+    Request,
+    counters,
+    random_plan,
+    routing,
+    serve,
+)
 from scoring import params, prompt, random_ids, run
 from tiny_models import CONFIGS
 
@@ -45,16 +51,6 @@ def test_ceilings_and_full_depth_count(engine):
 def test_without_routing_there_is_none(engine):
     (output,) = run(engine("deep_llama"), [prompt([5, 6, 7])], params(4))
     assert output.outputs[0].mean_decode_depth is None
-
-
-def counters(llm) -> Counter:
-    """Values of the counters by name and the label that is their own."""
-    found = Counter()
-    for metric in llm.get_metrics():
-        if metric.name.startswith("vllm:utio"):
-            own = metric.labels.get("depth") or metric.labels.get("reason")
-            found[metric.name.removeprefix("vllm:utio_"), own] += metric.value
-    return found
 
 
 def test_the_counters(engine):

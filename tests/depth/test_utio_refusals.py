@@ -16,7 +16,7 @@ import torch
 from conftest import engine_options
 from depth_routing import CUTOFFS, NUM_LAYERS
 from safetensors.torch import load_file, save_file
-from test_utio_cutoffs import ABOUT, save_probes
+from depth_cutoffs import ABOUT, save_probes
 from tiny_models import CONFIGS, make_tokenizer
 from transformers import (
     FalconH1Config,

@@ -7,7 +7,7 @@ import pytest
 import requests
 from depth_routing import CUTOFFS
 from live_server import live_server
-from test_serving import OPTIONS, Server
+from scoring_server import OPTIONS, Server
 from tiny_models import make_tokenizer
 
 MODEL = OPTIONS["served-model-name"]

@@ -23,7 +23,7 @@ import pytest
 import requests
 from depth_routing import CUTOFFS, NUM_LAYERS
 from live_server import live_server
-from test_serving import OPTIONS
+from scoring_server import OPTIONS
 from tiny_models import CONFIGS
 
 SECONDS = float(os.environ.get("UTIO_SOAK_SECONDS", "20"))

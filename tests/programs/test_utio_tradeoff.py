@@ -199,7 +199,7 @@ def test_files(swept):
 def test_with_a_calibration(model_folder, depth_oracle, tmp_path, monkeypatch):
     """Exits are translated in all ways, and for the oracle's costs too."""
     import utio_tradeoff
-    from test_utio_cutoffs import save_probes
+    from depth_cutoffs import save_probes
 
     hidden_size = CONFIGS["deep_llama"].hidden_size
     calibration = save_probes(tmp_path, hidden_size, CUTOFFS, translators=True)

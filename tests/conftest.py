@@ -4,6 +4,7 @@
     python -m pytest tests                  # all tests, one session a runner
     python -m pytest tests --runner v2      # one of them
     python -m pytest tests --parts 3        # three a runner, a third of the files each
+    python -m pytest tests --quick          # an engine for scoring and one for depth
 
 Whether vLLM takes its V1 or its V2 model runner is fixed when it is imported, so
 each has a session of its own. A test that uses no engine says the same in both and
@@ -15,9 +16,13 @@ import os
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import runners
+
+QUICK = ("test_scoring.py", "test_scoring_engine.py", "test_scoring_top_k.py", "test_utio.py")
+"""Files of which --quick runs what asks for their own `llm`, one family's engine."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "a session keeps its engines, which are 12 GiB in all",
     )
     parser.addoption("--part", type=int, help="only this part, from 0 on")
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="scoring and depth in one engine each: minutes, to see that all is well",
+    )
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
@@ -78,9 +88,21 @@ def pytest_configure(config: pytest.Config) -> None:
         runners.enter(config.option.runner)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import what --quick has no test of."""
+    name = collection_path.name
+    if config.option.quick and name.startswith("test_") and name not in QUICK:
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    if config.option.quick:
+        slow = [item for item in items if "llm" not in item.fixturenames]
+        items[:] = [item for item in items if "llm" in item.fixturenames]
+        config.hook.pytest_deselected(items=slow)
     if config.option.runner == "v2":
         shared = [item for item in items if "runner" not in item.fixturenames]
         items[:] = [item for item in items if "runner" in item.fixturenames]

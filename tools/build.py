@@ -13,7 +13,7 @@ from tools import fetch, lock as locks, stamp
 from tools.common import HERE, Checkout, ToolError, clean_environment, run_main
 from tools.processes import Log
 from tools.steps import Step, alone, run_steps, works
-from tools.test import PARTS, test
+from tools.test import PARTS, QUICK, test
 
 DEMO = "examples/demo"
 
@@ -204,6 +204,11 @@ def _parser() -> argparse.ArgumentParser:
         "part", nargs="*", default=PARTS, help=f"of the tests: {', '.join(PARTS)}"
     )
     parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"of the tests: {', '.join(QUICK)} only, the last two in short",
+    )
+    parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
@@ -227,6 +232,11 @@ def main() -> None:
     unknown = sorted({*arguments.part} - {*PARTS})
     if unknown or (arguments.part != PARTS and arguments.verb != "test"):
         raise ToolError(f"no part of the tests: {', '.join(unknown or arguments.part)}")
+    if arguments.quick and arguments.verb != "test":
+        raise ToolError("--quick is of the tests: ./build.sh test --quick")
+    parts = tuple(arguments.part)
+    if arguments.quick and parts == PARTS:
+        parts = QUICK
     if arguments.device == "cuda" and arguments.verb != "build":
         raise ToolError("demo and test run on the CPU wheel; leave out --device cuda")
     with alone(HERE):
@@ -235,7 +245,8 @@ def main() -> None:
         try:
             run_steps(HERE, steps(HERE, arguments.device, arguments.source), log)
             if arguments.verb == "test":
-                test(HERE, log, offline_environment(HERE), tuple(arguments.part))
+                environment = offline_environment(HERE)
+                test(HERE, log, environment, parts, arguments.quick)
             elif arguments.verb == "build":
                 _report(HERE, arguments.device)
         except KeyboardInterrupt:

@@ -13,6 +13,8 @@ from tools.common import PYTEST_OPTIONS, Checkout, ToolError
 from tools.processes import Log, nothing_left_behind
 
 PARTS = ("series", "tools", "upstream", "v1", "v2")
+QUICK = ("series", "v1", "v2")
+"""Parts of a quick test, the engines' in short."""
 _ENGINE = ["tests", "--ignore=tests/tools", "--parts=3"]
 _LONGEST = "v1"
 _ROOM_FOR_TWO = 16 * 2**30
@@ -24,16 +26,17 @@ _SUMMARY = re.compile(
 )
 
 
-def commands(checkout: Checkout) -> dict[str, list[str]]:
+def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[str]]:
     """The command of each part."""
+    engine = ["tests", "--ignore=tests/tools", "--quick"] if quick else _ENGINE
     python = str(checkout.venv / "bin" / "python")
     pytest = [python, "-s", "-m", "pytest", *PYTEST_OPTIONS]
     return {
         "series": [python, "-m", "tools.series", "check"],
         "tools": [*pytest, "--confcutdir=tests/tools", "tests/tools"],
         "upstream": [python, "-m", "tools.upstream_tests"],
-        "v1": [*pytest, *_ENGINE, "--runner=v1"],
-        "v2": [*pytest, *_ENGINE, "--runner=v2"],
+        "v1": [*pytest, *engine, "--runner=v1"],
+        "v2": [*pytest, *engine, "--runner=v2"],
     }
 
 
@@ -61,16 +64,23 @@ class _Report:
 
 
 def test(
-    checkout: Checkout, log: Log, environment: dict[str, str], chosen: tuple[str, ...]
+    checkout: Checkout,
+    log: Log,
+    environment: dict[str, str],
+    chosen: tuple[str, ...],
+    quick: bool = False,
 ) -> None:
     """Run parts of the tests and print one summary of all.
 
     The longest part runs beside others where there is room.
 
+    Args:
+        quick: the engine tests in short.
+
     Raises:
         ToolError: a part failed.
     """
-    parts, report = commands(checkout), _Report()
+    parts, report = commands(checkout, quick), _Report()
 
     def run(*names: str) -> None:
         for name in names:

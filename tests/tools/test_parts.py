@@ -65,6 +65,18 @@ def test_a_part_can_be_run_alone(tmp_path, capsys):
     assert len(capsys.readouterr().out.partition("full log:")[2].splitlines()) == 3
 
 
+def test_a_quick_test(tmp_path, capsys):
+    """The engines' parts in short, and what is named of it alone."""
+    checkout = stand_in(tmp_path, f'echo "$@" >> {tmp_path}/calls\n')
+    parts.test(checkout, Log(checkout, "test"), {}, parts.QUICK, quick=True)
+    series, *engines = (tmp_path / "calls").read_text().splitlines()
+    assert "tools.series check" in series
+    assert len(engines) == 2
+    assert all("tests --ignore=tests/tools --quick" in line for line in engines)
+    assert not any("--parts" in line for line in engines)
+    assert "--quick" not in str(parts.commands(checkout))
+
+
 def test_a_container_has_no_more_memory_than_its_own(tmp_path):
     machine = parts.free_memory(tmp_path)
     assert machine > 2**20

@@ -48,10 +48,18 @@ import random
 import sys
 import tarfile
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import utio_options
+from common import quiet
+from common.program import interruptible
+from utio_options import FAMILIES
+
+if __name__ == "__main__":  # says --help and mistakes before torch is imported
+    utio_options.parse_calibrate()
+    quiet.hush()
 
 import numpy as np
 import torch
@@ -68,7 +76,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 EXAMPLES = Path(__file__).parent
 FORMAT = "utio-calibration-2"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 RMS_EPSILON = 1e-6
 STRENGTH = 1e-4
 """Of the ridge regressions, a token; the features' own mean square is 1."""
@@ -180,93 +187,13 @@ def main(argv: list[str] | None = None) -> Report:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--model", default=str(EXAMPLES / "reference_model/model"),
-        help=f"folder or name of a Hugging Face model: {', '.join(FAMILIES)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cutoffs", type=int, nargs="+", required=True, metavar="LAYERS",
-        help="layers that a token runs before it may leave, a probe for each",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE.safetensors"
-    )
-    parser.add_argument(
-        "--translators", action=argparse.BooleanOptionalAction, default=True,
-        help="translate the states of tokens that leave (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--translator-width", type=int, metavar="UNITS",
-        help="of the translators' hidden layer (default: the hidden size)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--probe-width", type=int, default=256, metavar="UNITS",
-        help="of the probes' hidden layer (default: %(default)s)",
-    )  # fmt: skip
-    text = add_text_options(parser, "was trained on")
-    text.add_argument("--tokens", type=int, default=100_000, help="most tokens to use")
-    text.add_argument("--context-length", type=int, default=256)
-    text.add_argument(
-        "--holdout", type=float, default=0.2, help="share of the tokens not fitted on"
-    )
-    engine = parser.add_argument_group("arithmetic")
-    engine.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16", "float16"],
-        default="float32", help="of the model; auto: as its weights are stored",
-    )  # fmt: skip
-    engine.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    engine.add_argument("--batch-size", type=int, default=8, help="windows at once")
-    args = parser.parse_args(argv)
-    if min(args.cutoffs) < 1:
-        parser.error(f"--cutoffs must be at least 1, not {min(args.cutoffs)}")
-    if len(set(args.cutoffs)) < len(args.cutoffs):
-        parser.error("--cutoffs names a cutoff twice")
-    args.cutoffs.sort()
-    if args.probe_width < 1:
-        parser.error("--probe-width must be at least 1")
-    if args.translator_width is not None and args.translator_width < 1:
-        parser.error("--translator-width must be at least 1")
-    if args.tokens < 1:
-        parser.error("--tokens must be at least 1")
-    if args.context_length < 4:
-        parser.error("--context-length must be at least 4")
-    if not 0 < args.holdout < 1:
-        parser.error("--holdout must be between 0 and 1")
-    if args.batch_size < 1:
-        parser.error("--batch-size must be at least 1")
-    if not args.output.parent.is_dir() or args.output.is_dir():
-        parser.error(f"--output {args.output}: not a file in an existing folder")
+    args = utio_options.parse_calibrate(argv)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
+        sys.exit(f"--device {args.device}: {str(error).splitlines()[0]}")
     return args
-
-
-def add_text_options(parser: argparse.ArgumentParser, part: str):
-    """Adds what `read_texts` reads. `part` is the archive's: the files that the
-    reference model ..."""
-    text = parser.add_argument_group("text")
-    text.add_argument(
-        "--text", nargs="+", type=Path, metavar="FILE",
-        help="UTF-8 files, or folders of them; default: the files of vLLM's source "
-        f"archive that the reference model {part}",
-    )  # fmt: skip
-    text.add_argument(
-        "--archive", type=Path,
-        default=EXAMPLES.parent / f"build/downloads/vllm-{release()}.tar.gz",
-        help="vLLM's source archive, read if there is no --text",
-    )  # fmt: skip
-    return text
-
-
-def release() -> str:
-    """Of vLLM, that the fork is built from."""
-    lock = tomllib.loads((EXAMPLES.parent / "upstream.lock").read_text())
-    return lock["upstream"]["release"]
 
 
 def load_config(model: str):
@@ -943,4 +870,5 @@ def table(title: str, outcomes: list[Outcome]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    with interruptible():
+        main()

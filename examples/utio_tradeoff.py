@@ -43,6 +43,15 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 sys.path.insert(0, str(EXAMPLES))
 
+import utio_options
+from common import quiet
+from common.program import interruptible
+from utio_options import ORACLE, PROBE, RANDOM, TIS
+
+if __name__ == "__main__":  # says --help and mistakes before vLLM is imported
+    utio_options.parse_tradeoff()
+    quiet.hush()
+
 import numpy as np
 import torch
 import utio_calibrate as calibrate
@@ -60,7 +69,6 @@ from vllm.v1.worker.depth.policy import (
     DepthPolicy,
 )
 
-RANDOM, TIS, PROBE, ORACLE = "random", "tis", "probe", "oracle"
 UNIFORM, FULL = "all tokens", "full depth"
 
 
@@ -156,7 +164,7 @@ class Point:
 
 
 def main(argv: list[str] | None = None) -> list[Point]:
-    args = parse_args(argv)
+    args = utio_options.parse_tradeoff(argv)
     config = calibrate.load_config(args.model)
     args.cutoffs = args.cutoffs or [config.num_hidden_layers // 2]
     calibrate.check_cutoffs(args.cutoffs, config)
@@ -179,92 +187,6 @@ def main(argv: list[str] | None = None) -> list[Point]:
     if args.output:
         draw(args.output, sweep)
     return sweep.points
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--model", default=str(EXAMPLES / "reference_model/model"),
-        help=f"folder or name of a Hugging Face model: {', '.join(calibrate.FAMILIES)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cutoffs", type=int, nargs="+", metavar="LAYERS",
-        help="early exits, tried singly; default: half of the layers",
-    )  # fmt: skip
-    parser.add_argument(
-        "--leaving", type=float, nargs="+", default=[0.3, 0.5, 0.7], metavar="SHARE",
-        help="shares of the tokens that leave early",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mix", type=parse_shares, nargs="+", default=[], metavar="SHARE,SHARE...",
-        help="shares that leave at each of the --cutoffs in the same step",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ways", nargs="+", choices=[RANDOM, TIS, PROBE, ORACLE],
-        help="ways of routing; default: all, the probe with --calibration only",
-    )  # fmt: skip
-    parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="of utio_calibrate.py"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="the plot")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
-    text = calibrate.add_text_options(parser, "was not trained on")
-    text.add_argument("--sequences", type=int, default=64, help="batch size")
-    text.add_argument("--prompt-length", type=int, default=64, help="tokens")
-    text.add_argument("--forced-length", type=int, default=192, help="tokens")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--dtype", default="float32")
-    engine.add_argument("--enforce-eager", action="store_true")
-    engine.add_argument("--kv-cache-memory-bytes", type=int, default=2**31)
-    engine.add_argument(
-        "--speed-tokens", type=int, default=32, help="tokens of a timed call"
-    )
-    engine.add_argument(
-        "--speed-rounds", type=int, default=5, help="timed pairs of calls; 0: none"
-    )
-    args = parser.parse_args(argv)
-    least = dict(
-        sequences=1,
-        prompt_length=1,
-        forced_length=2,
-        speed_tokens=2,
-        speed_rounds=0,
-        kv_cache_memory_bytes=1,
-    )
-    for name, value in least.items():
-        if getattr(args, name) < value:
-            parser.error(f"--{name.replace('_', '-')} must be at least {value}")
-    if args.cutoffs:
-        if args.mix and args.cutoffs != sorted(set(args.cutoffs)):
-            parser.error("--cutoffs must be ascending with --mix")
-        args.cutoffs = sorted(set(args.cutoffs))
-        if args.cutoffs[0] < 1:
-            parser.error(f"--cutoffs must be at least 1, not {args.cutoffs[0]}")
-    if not all(0 < share < 1 for share in args.leaving):
-        parser.error("--leaving must be between 0 and 1")
-    for mix in args.mix:
-        if len(mix) != len(args.cutoffs or []):
-            parser.error(f"--mix {mix}: {len(mix)} shares for --cutoffs {args.cutoffs}")
-        if not all(share > 0 for share in mix) or not sum(mix) <= 1 + 1e-9:
-            parser.error(f"--mix {mix}: must be above 0, their sum at most 1")
-    if args.ways and PROBE in args.ways and not args.calibration:
-        parser.error("--ways probe needs a --calibration")
-    if not args.ways:
-        args.ways = [RANDOM, TIS, *([PROBE] if args.calibration else []), ORACLE]
-    for name, path in {"--output": args.output, "--csv": args.csv}.items():
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            parser.error(f"{name} {path}: not a file in an existing folder")
-    if args.output:
-        from matplotlib.backend_bases import FigureCanvasBase
-
-        known = ["", *(f".{name}" for name in FigureCanvasBase.filetypes)]
-        if args.output.suffix.lower() not in known:
-            parser.error(f"--output {args.output}: no ending of {' '.join(known[1:])}")
-    return args
-
-
-def parse_shares(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
 
 
 class Sweep:
@@ -620,4 +542,5 @@ if __name__ == "__main__":
     # Policies are looked up by name: in this file's module, not in `__main__`.
     import utio_tradeoff
 
-    utio_tradeoff.main()
+    with interruptible():
+        utio_tradeoff.main()

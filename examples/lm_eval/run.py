@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    import utio_model  # noqa: F401  # registers the model
+    if not {"-h", "--help"} & {*sys.argv}:  # it imports vLLM
+        import utio_model  # noqa: F401  # registers the model
 
     # Before the caller's own, which is taken if there is one; a --config may name one
     # too. Without "run", options alone are lm-eval's older form of it.

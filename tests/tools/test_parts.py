@@ -67,7 +67,7 @@ def test_a_part_can_be_run_alone(tmp_path, capsys):
 
 def test_a_quick_test(tmp_path, capsys):
     """The engines' parts in short, and what is named of it alone."""
-    checkout = stand_in(tmp_path, f'echo "$@" >> {tmp_path}/calls\n')
+    checkout = stand_in(tmp_path, f'echo "$@" >> {tmp_path}/calls; echo fine\n')
     parts.test(checkout, Log(checkout, "test"), {}, parts.QUICK, quick=True)
     series, *engines = (tmp_path / "calls").read_text().splitlines()
     assert "tools.series check" in series

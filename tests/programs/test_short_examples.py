@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs that are there to be copied do what they say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_server import live_server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *options: str) -> list[str]:
+    """Lines that a program prints; its errors must be none."""
+    command = [sys.executable, "-s", str(EXAMPLES / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    file = tmp_path / "text"
+    file.write_text("import numpy as np\nimport torch\n\n\ndef main():\n" * 3)
+    return file
+
+
+def test_score_a_text(text):
+    first, *_ = run("score_text.py", str(text))
+    assert "perplexity" in first
+
+
+def test_compare_labels():
+    lines = run("compare_labels.py")
+    assert [line.split()[3] for line in lines] == ["np", "nn"]
+
+
+def test_teacher(text, tmp_path):
+    output = tmp_path / "teacher.npz"
+    run("teacher.py", str(text), "--output", str(output))
+    said = np.load(output)
+    assert said["top_token_ids"].shape == (len(said["tokens"]), 20)
+    mass = np.exp(said["top_logprobs"]).sum(1) + np.exp(said["tail_logprob"])
+    assert mass == pytest.approx(1, abs=1e-4)
+
+
+def test_score_over_http(tmp_path):
+    options = ["--served-model-name=reference", "--enforce-eager"]
+    options += ["--kv-cache-memory-bytes=268435456"]
+    model = EXAMPLES / "reference_model" / "model"
+    with live_server(model, options, "v1", tmp_path / "log") as (_, port):
+        lines = run("score_over_http.py", "--url", f"http://127.0.0.1:{port}")
+    scores = {line.split("'")[1]: float(line.split()[-2]) for line in lines}
+    assert scores[" np"] > scores[" numpy"]

@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["build", "demo", "test"],
         default="build",
         metavar="demo|test",
-        help="demo: then show in about a minute what it does; "
+        help="demo: then show what it does, in a minute or two; "
         "test: then run all tests, or the parts that are named",
     )
     parser.add_argument(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this fork does, against upstream's own way in the same wheel, in 90 seconds.
+"""What this fork does, against upstream's own way in the same wheel, in a minute or two.
 
     .venv/bin/python examples/demo
 

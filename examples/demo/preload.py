@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the process that the parts are forked from imports, once for all of them."""
 
+import signal
+
 from common import quiet
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback
 quiet.hush(in_process=True)  # of this process too
 
 import lm_eval.models.vllm_causallms  # noqa: F401

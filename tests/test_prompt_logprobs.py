@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prompt_logprobs` are upstream's, field by field, and are made as named tokens are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runners
+from conftest import engine_options
+from release import upstream  # noqa: F401
+from scoring import params, prompt, random_ids, run
+from tiny_models import CONFIGS, save_model
+
+PROGRAM = """
+import json, sys
+
+def main():
+    import vllm
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    job = json.load(open(sys.argv[1]))
+    llm = LLM(model=job["model"], **job["options"])
+    answers = []
+    for ids, sampling in job["requests"]:
+        llm.reset_prefix_cache()
+        request = TokensPrompt(prompt_token_ids=ids)
+        (output,) = llm.generate([request], SamplingParams(**sampling), use_tqdm=False)
+        assert type(output.prompt_logprobs).__name__ == (
+            "FlatLogprobs" if sampling.get("flat_logprobs") else "list"
+        )
+        answers.append([
+            entry and [[i, x.logprob, x.rank, x.decoded_token] for i, x in entry.items()]
+            for entry in output.prompt_logprobs
+        ])
+    json.dump({"file": vllm.__file__, "answers": answers}, open(sys.argv[2], "w"))
+
+if __name__ == "__main__":
+    main()
+"""
+TOLERANCE = 1e-5  # nats, between two orders of adding up a float32 row
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llama", "raw_logprobs"), ("opt", "processed_logits")]
+)
+def test_every_field_is_upstreams(runner, upstream, tmp_path, family, mode):  # noqa: F811
+    vocabulary = CONFIGS[family].vocab_size
+    samplings = [
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"prompt_logprobs": 5, "temperature": 0.7},
+        {"prompt_logprobs": 20, "detokenize": False},
+        {"prompt_logprobs": 3, "flat_logprobs": True},
+        {"prompt_logprobs": -1},
+        {"prompt_logprobs": 2, "n": 2},
+    ]
+    job = {
+        "model": str(save_model(family, tmp_path / "model")),
+        "options": engine_options()
+        | {"max_num_batched_tokens": 64, "max_logprobs": -1, "logprobs_mode": mode},
+        "requests": [
+            (random_ids(i, vocabulary, length), {"max_tokens": 2} | sampling)
+            for i, sampling in enumerate(samplings)
+            for length in (1, 2, 64, 150)
+        ],
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    answers = []
+    for name, paths in (("fork", []), ("upstream", [upstream])):
+        environment = runners.environment(runner, paths)
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        command = [sys.executable, "program.py", "job.json", f"{name}.json"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+        answers.append(json.loads((tmp_path / f"{name}.json").read_text()))
+    fork, upstreams = answers
+    assert Path(upstreams["file"]).is_relative_to(upstream)
+    assert not Path(fork["file"]).is_relative_to(upstream)
+    for (ids, sampling), ours, theirs in zip(
+        job["requests"], fork["answers"], upstreams["answers"], strict=True
+    ):
+        assert len(ours) == len(theirs) == len(ids)
+        assert not ours[0] and not theirs[0]
+        for position in range(1, len(ids)):
+            assert_same_entry(ours[position], theirs[position])
+            assert ours[position][0][0] == ids[position]
+
+
+def assert_same_entry(ours: list, theirs: list) -> None:
+    """Asserts that two entries name the same tokens, in the same order unless their
+    log-probabilities are equal but for rounding."""
+    assert len(ours) == len(theirs)
+    texts = {token: text for token, _, _, text in theirs}
+    for (token, logprob, rank, text), (other, expected, best, _) in zip(ours, theirs):
+        assert abs(logprob - expected) < TOLERANCE
+        if token == other:
+            assert text == texts[token]
+        else:
+            near = [i for i, value, _, _ in theirs if abs(value - logprob) < TOLERANCE]
+            assert token in near or abs(theirs[-1][1] - logprob) < TOLERANCE
+        # Rounding can make a tie of two that were none.
+        assert abs(rank - best) <= 1
+
+
+def test_they_are_made_as_named_tokens_are(engine, monkeypatch):
+    """Not a second time in the runner's own way, whose buffers grow."""
+    llm = engine("llama")
+    model_runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    scored = []
+    worker = getattr(model_runner, "target_logprobs", None)
+    if worker is None:
+        worker = model_runner.prompt_logprobs_worker.target_logprobs
+    compute = worker.compute
+    monkeypatch.setattr(
+        worker,
+        "compute",
+        lambda fn, states, chunks: scored.extend(chunks := list(chunks))
+        or compute(fn, states, chunks),
+    )
+    ids = random_ids(0, CONFIGS["llama"].vocab_size, 30)
+    run(llm, [prompt(ids)], params(1, prompt_logprobs=1))
+    assert [(chunk.start, chunk.end) for chunk in scored][:1] == [(0, 30)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_sequence_has_them(engine, n):
+    from vllm import SamplingParams
+
+    llm = engine("llama")
+    ids = random_ids(1, CONFIGS["llama"].vocab_size, 30)
+    sampling = SamplingParams(n=n, max_tokens=3, prompt_logprobs=2, seed=0)
+    (output,) = run(llm, [prompt(ids)], sampling)
+    assert len(output.outputs) == n
+    assert len(output.prompt_logprobs) == 30 and output.target_logprobs is None
+
+
+def test_nothing_is_refused_or_allowed_that_was_not(engine):
+    from vllm.exceptions import VLLMValidationError
+
+    llm = engine("llama")
+    ids = random_ids(2, CONFIGS["llama"].vocab_size, 30)
+    for sampling, words in (
+        (dict(max_tokens=0, prompt_logprobs=1), "max_tokens"),
+        (dict(max_tokens=1, prompt_logprobs=1000), "prompt logprobs"),
+        (dict(max_tokens=1, prompt_logprobs=-2), "prompt_logprobs"),
+    ):
+        with pytest.raises((VLLMValidationError, ValueError), match=words):
+            run(llm, [prompt(ids)], params(**sampling))
+    for bad in (CONFIGS["llama"].vocab_size, 2**40):
+        with pytest.raises(ValueError, match="out of vocabulary"):
+            run(llm, [prompt([*ids, bad])], params(1, prompt_logprobs=1))
+    run(llm, [prompt(ids)], params(1, prompt_logprobs=1))

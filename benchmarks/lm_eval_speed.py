@@ -50,7 +50,10 @@ def main() -> None:
     report = {"python": platform.python_version(), "machine": platform.processor()}
     for name in args.model:
         with tempfile.TemporaryDirectory() as folder:
-            path = REFERENCE if name == "reference" else wide(Path(folder))
+            path = REFERENCE
+            if name == "wide":
+                model = random_llama(128_256, 1024, 2, "float32")
+                path = with_tokenizer(model, Path(folder))
             report[name] = measure_model(path, args)
         show(name, report[name])
     if args.json:
@@ -70,9 +73,8 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wide(folder: Path) -> Path:
-    """The random-weight model of the other benchmarks, with the reference tokenizer."""
-    model = random_llama(128_256, 1024, 2, "float32")
+def with_tokenizer(model: Path, folder: Path) -> Path:
+    """A copy of a random-weight model in a folder, with the reference tokenizer."""
     for file in [*model.iterdir(), *REFERENCE.glob("tokenizer*")]:
         shutil.copy(file, folder)
     return folder

@@ -63,7 +63,7 @@ def test_every_field_is_upstreams(runner, upstream, tmp_path, family, mode):  # 
         "requests": [
             (random_ids(i, vocabulary, length), {"max_tokens": 2} | sampling)
             for i, sampling in enumerate(samplings)
-            for length in (1, 2, 64, 150)
+            for length in (2, 70)
         ],
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -146,9 +146,9 @@ def test_nothing_is_refused_or_allowed_that_was_not(engine):
         (dict(max_tokens=1, prompt_logprobs=1000), "prompt logprobs"),
         (dict(max_tokens=1, prompt_logprobs=-2), "prompt_logprobs"),
     ):
-        with pytest.raises((VLLMValidationError, ValueError), match=words):
+        with pytest.raises(VLLMValidationError, match=words):
             run(llm, [prompt(ids)], params(**sampling))
     for bad in (CONFIGS["llama"].vocab_size, 2**40):
-        with pytest.raises(ValueError, match="out of vocabulary"):
+        with pytest.raises(VLLMValidationError, match="out of vocabulary"):
             run(llm, [prompt([*ids, bad])], params(1, prompt_logprobs=1))
     run(llm, [prompt(ids)], params(1, prompt_logprobs=1))

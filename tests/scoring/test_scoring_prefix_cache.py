@@ -12,7 +12,13 @@ SHARED = 5 * BLOCK + 5
 
 @pytest.fixture(params=[1024, 40], ids=["whole", "chunked"])
 def llm(request, engine):
-    return engine("llama", block_size=BLOCK, max_num_batched_tokens=request.param)
+    # What is read where scores are kept is tested in `test_score_cache.py`.
+    return engine(
+        "llama",
+        block_size=BLOCK,
+        max_num_batched_tokens=request.param,
+        enable_score_cache=False,
+    )
 
 
 def run_cold_and_warm(llm, requests, sampling):

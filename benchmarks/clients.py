@@ -251,7 +251,9 @@ def measure_teacher(servers, model: Path, args) -> None:
                 body = {"model": NAME, "prompt": [1], "max_tokens": 1}
                 while not done.is_set():
                     begin = time.perf_counter()
-                    requests.post(f"{server.url}/v1/completions", json=body, timeout=600)
+                    requests.post(
+                        f"{server.url}/v1/completions", json=body, timeout=600
+                    )
                     waits[name][-1] = max(waits[name][-1], time.perf_counter() - begin)
                     done.wait(0.02)
 

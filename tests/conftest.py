@@ -130,6 +130,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
+def adapter_folders(model_folder, tmp_path_factory) -> tuple[Path, Path]:
+    """Folders of a random adapter of the small Llama and of the merged model."""
+    from adapters import save_adapter
+
+    folders = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged")
+    save_adapter(model_folder("llama"), *folders)
+    return folders
+
+
+@pytest.fixture(scope="session")
 def oracle(model_folder):
     """The `Oracle` of a family; `weights` is the precision of its weights."""
     from oracle import Oracle

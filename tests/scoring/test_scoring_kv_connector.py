@@ -21,7 +21,12 @@ def llm(engine, tmp_path_factory):
         ),
     )
     # The class compares by value and so has no hash, which `engine` needs.
-    return engine.__wrapped__("llama", block_size=BLOCK, kv_transfer_config=connector)
+    return engine.__wrapped__(
+        "llama",
+        block_size=BLOCK,
+        kv_transfer_config=connector,
+        enable_score_cache=False,
+    )
 
 
 def test_the_connector_gives_ordinary_requests_its_hits(llm, oracle):

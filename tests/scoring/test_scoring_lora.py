@@ -1,61 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores with a LoRA adapter, on the LM head too, against merged weights."""
 
-import json
-from pathlib import Path
-
 import numpy as np
-import pytest
-import torch
+from adapters import RANK
 from oracle import Oracle
-from safetensors.torch import save_file
 from scoring import assert_scores, params, prompt, random_ids
-from tiny_models import CONFIGS, SPREAD
-from transformers import AutoModelForCausalLM
+from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
-RANK, ALPHA = 8, 16
-TARGETS = ("model.layers.0.self_attn.q_proj", "lm_head")
 
 
-@pytest.fixture(scope="module")
-def folders(model_folder, tmp_path_factory) -> tuple[Path, Path]:
-    """Folders of a random adapter of the tiny Llama and of the merged model."""
-    adapter = tmp_path_factory.mktemp("adapter")
-    merged = tmp_path_factory.mktemp("merged")
-    model = AutoModelForCausalLM.from_pretrained(
-        model_folder("llama"), dtype=torch.float32
-    )
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name in TARGETS:
-        weight = model.get_submodule(name).weight
-        rows, columns = weight.shape
-        down = torch.randn(RANK, columns, generator=generator) * SPREAD
-        up = torch.randn(rows, RANK, generator=generator) * SPREAD
-        weights[f"base_model.model.{name}.lora_A.weight"] = down
-        weights[f"base_model.model.{name}.lora_B.weight"] = up
-        with torch.no_grad():
-            weight += up @ down * (ALPHA / RANK)
-    model.save_pretrained(merged)
-    save_file(weights, adapter / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": [name.split(".")[-1] for name in TARGETS],
-        "bias": "none",
-    }
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    return adapter, merged
-
-
-def test_adapters_apply_to_their_own_rows(engine, oracle, folders):
+def test_adapters_apply_to_their_own_rows(engine, oracle, adapter_folders):
     """Requests with and without an adapter in one batch, prefilled in chunks."""
     from vllm.lora.request import LoRARequest
 
-    adapter, merged = folders
+    adapter, merged = adapter_folders
     llm = engine(
         "llama",
         enable_lora=True,

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import runners
 from conftest import engine_options
 from release import upstream  # noqa: F401

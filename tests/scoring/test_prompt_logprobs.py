@@ -116,8 +116,9 @@ def test_they_are_made_as_named_tokens_are(engine, monkeypatch):
     monkeypatch.setattr(
         worker,
         "compute",
-        lambda fn, states, chunks: scored.extend(chunks := list(chunks))
-        or compute(fn, states, chunks),
+        lambda fn, states, chunks: (
+            scored.extend(chunks := list(chunks)) or compute(fn, states, chunks)
+        ),
     )
     ids = random_ids(0, CONFIGS["llama"].vocab_size, 30)
     run(llm, [prompt(ids)], params(1, prompt_logprobs=1))

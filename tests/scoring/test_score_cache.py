@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from adapters import RANK
 from oracle import Oracle, log_softmax
 from scoring import LOGIT_ERROR, params, prompt, random_ids, run, score
-from test_scoring_lora import RANK, folders  # noqa: F401
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
@@ -28,7 +28,9 @@ def llm(engine):
 def counters(llm) -> tuple[float, float]:
     """Tokens whose scores were asked for, and those that were kept, since the start."""
     totals = {metric.name: metric for metric in llm.get_metrics()}
-    return tuple(totals[f"vllm:score_cache_{name}"].value for name in ("queries", "hits"))
+    return tuple(
+        totals[f"vllm:score_cache_{name}"].value for name in ("queries", "hits")
+    )
 
 
 def assert_prompt_logprobs(output, logits: np.ndarray, ids: list[int], k: int) -> None:
@@ -192,12 +194,12 @@ class Prompt:
 
 
 @pytest.mark.parametrize("budget", [1024, 48], ids=["whole", "chunked"])
-def test_random_histories(engine, folders, budget):  # noqa: F811
+def test_random_histories(engine, adapter_folders, budget):
     """Prompts that share prefixes, in a cache that holds a few of them: evictions,
     preemptions, adapters, salts, resets. Each row is the oracle's; none is missing."""
     from vllm.lora.request import LoRARequest
 
-    adapter, merged = folders
+    adapter, merged = adapter_folders
     llm = engine(
         "llama",
         block_size=BLOCK,

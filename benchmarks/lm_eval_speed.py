@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lm-eval takes with model `utio`, against its own `vllm` model on the same wheel.
 
+Its own model is run twice: in upstream's own way (`bounded_prompt_logprobs=False`), and
+unmodified, which on this fork scores in bounded memory and reads the score cache.
+
     taskset -c 0 .venv/bin/python benchmarks/lm_eval_speed.py --model reference wide
 
 Multiple choice, 4 answers, 16 shots: the tasks of `examples/lm_eval`. Both models are
@@ -92,9 +95,11 @@ def measure_model(path: Path, args: argparse.Namespace) -> dict[str, dict]:
         kv_cache_memory_bytes=2**29,
         batch_size="auto",
     )
-    theirs, ours = VLLM(str(path), **options), UTIO(str(path), **options)
+    theirs = VLLM(str(path), **options, bounded_prompt_logprobs=False)
+    gaining, ours = VLLM(str(path), **options), UTIO(str(path), **options)
+    models = theirs, gaining, ours
     return {
-        case: measure(theirs, ours, build_requests(case, args.questions), args.repeat)
+        case: measure(*models, build_requests(case, args.questions), args.repeat)
         for case in args.case
     }
 
@@ -113,10 +118,13 @@ def build_requests(case: str, questions: int) -> list:
     return requests
 
 
-def measure(theirs, ours, requests: list, repeat: int) -> dict:
-    """Times three paths by turns, each once before that to warm up."""
+def measure(theirs, gaining, ours, requests: list, repeat: int) -> dict:
+    """Times the paths by turns, each once before that to warm up."""
     paths = {
         "lm-eval's vllm": lambda: theirs.loglikelihood(requests, disable_tqdm=True),
+        "the same on this fork": lambda: gaining.loglikelihood(
+            requests, disable_tqdm=True
+        ),
         "utio": lambda: ours.loglikelihood(requests, disable_tqdm=True),
         "bound": lambda: prefill(ours, requests),
     }
@@ -124,7 +132,7 @@ def measure(theirs, ours, requests: list, repeat: int) -> dict:
     for _ in range(repeat + 1):
         answers = {}
         for name, run in paths.items():
-            for model in (theirs, ours):
+            for model in (theirs, gaining, ours):
                 assert model.model.reset_prefix_cache()
             begin = time.process_time()
             answers[name] = run()
@@ -160,12 +168,13 @@ def prefill(model, requests: list) -> None:
 def compare(model, requests: list, answers: dict) -> float:
     """The greatest difference of two sums, once all answers are found the same."""
     greatest = 0.0
-    pairs = zip(requests, answers["lm-eval's vllm"], answers["utio"], strict=True)
-    for request, (expected, is_greedy), (found, ours_is_greedy) in pairs:
-        num_tokens = len(model._encode_pair(*request.args)[1])
-        assert abs(found - expected) <= num_tokens * TOLERANCE, request
-        assert bool(is_greedy) == ours_is_greedy, request
-        greatest = max(greatest, abs(found - expected))
+    for path in ("the same on this fork", "utio"):
+        pairs = zip(requests, answers["lm-eval's vllm"], answers[path], strict=True)
+        for request, (expected, is_greedy), (found, ours_is_greedy) in pairs:
+            num_tokens = len(model._encode_pair(*request.args)[1])
+            assert abs(found - expected) <= num_tokens * TOLERANCE, request
+            assert bool(is_greedy) == ours_is_greedy, request
+            greatest = max(greatest, abs(found - expected))
     return greatest
 
 

@@ -29,6 +29,7 @@ def llm(request, wide_model):
         max_num_seqs=16,
         max_logprobs=-1,
         enable_prefix_caching=False,
+        bounded_prompt_logprobs=False,  # upstream's own way, to compare with
         kv_cache_memory_bytes=2**29,
     )
 

@@ -158,6 +158,8 @@ def start_engine(args: argparse.Namespace) -> "LLM":
         + bool(args.baseline or args.baseline_full_positions),
         max_logprobs=-1 if args.baseline_full_positions else 20,
         use_tqdm_on_load=quiet.progress(),
+        # The baseline is upstream's own way.
+        bounded_prompt_logprobs=False,
         # No path could use it, as windows start at different tokens.
         enable_prefix_caching=False,
     )

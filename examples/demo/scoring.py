@@ -41,6 +41,8 @@ def run(files: Files) -> Iterator[list[Row]]:
            for name, value in options(str(files.model)).items()},
         max_model_len=LONGEST + 1,
         batch_size="auto",
+        # Upstream's own way, to compare with. By default it gains from this fork, too.
+        bounded_prompt_logprobs=False,
     )  # fmt: skip
     llm = ours.model
     texts = tokens(files)

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`prompt_logprobs` are upstream's, field by field, and are made as named tokens are."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import runners
 from conftest import engine_options
-from release import upstream  # noqa: F401
+from release import run_both, upstream  # noqa: F401
 from scoring import params, prompt, random_ids, run
 from tiny_models import CONFIGS, save_model
 
@@ -66,18 +60,7 @@ def test_every_field_is_upstreams(runner, upstream, tmp_path, family, mode):  # 
             for length in (2, 70)
         ],
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    (tmp_path / "program.py").write_text(PROGRAM)
-    answers = []
-    for name, paths in (("fork", []), ("upstream", [upstream])):
-        environment = runners.environment(runner, paths)
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        command = [sys.executable, "program.py", "job.json", f"{name}.json"]
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-        answers.append(json.loads((tmp_path / f"{name}.json").read_text()))
-    fork, upstreams = answers
-    assert Path(upstreams["file"]).is_relative_to(upstream)
-    assert not Path(fork["file"]).is_relative_to(upstream)
+    fork, upstreams = run_both(PROGRAM, job, runner, upstream, tmp_path)
     for (ids, sampling), ours, theirs in zip(
         job["requests"], fork["answers"], upstreams["answers"], strict=True
     ):

@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Without a scoring request, the fork generates what upstream generates."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import runners
 from conftest import engine_options
-from release import upstream  # noqa: F401
+from release import run_both, upstream  # noqa: F401
 from scoring import random_ids
 from tiny_models import CONFIGS
 
@@ -54,16 +48,5 @@ def test_greedy_tokens_and_logprobs(runner, upstream, model_folder, tmp_path):
             "ignore_eos": True,
         },
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    (tmp_path / "program.py").write_text(PROGRAM)
-    answers = []
-    for name, paths in (("fork", []), ("upstream", [upstream])):
-        environment = runners.environment(runner, paths)
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        command = [sys.executable, "program.py", "job.json", f"{name}.json"]
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-        answers.append(json.loads((tmp_path / f"{name}.json").read_text()))
-    fork, upstreams = answers
-    assert Path(upstreams.pop("file")).is_relative_to(upstream)
-    assert not Path(fork.pop("file")).is_relative_to(upstream)
+    fork, upstreams = run_both(PROGRAM, job, runner, upstream, tmp_path)
     assert fork == upstreams

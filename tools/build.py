@@ -114,6 +114,20 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
     return made
 
 
+def tested_beside(checkout: Checkout) -> Step:
+    """What the tests use and the programs do without: TRL, which is Python only."""
+    pins = checkout.root / "requirements" / "trl.lock"
+    packages = checkout.venv / "lib" / "python3.11" / "site-packages"
+    pip = [_python(checkout), "-m", "pip", "install", "--require-hashes", "--no-deps"]
+    return Step(
+        "trl",
+        "TRL, for its tests",
+        lambda: stamp.key(sys.version, str(checkout.venv), pins),
+        (packages / "trl" / "__init__.py").is_file,
+        [[*pip, "--only-binary=:all:", "--requirement", str(pins)]],
+    )
+
+
 def offline_environment(checkout: Checkout) -> dict[str, str]:
     """Variables for running vLLM: offline, silent, caches in the checkout."""
     cache = checkout.build / "cache"
@@ -150,31 +164,32 @@ def demo(checkout: Checkout) -> None:
     os.execve(command[0], command, offline_environment(checkout))
 
 
-def series(checkout: Checkout, words: list[str]) -> None:
-    """Become `python -m tools.series`, in a small environment of its own.
+def in_small_environment(checkout: Checkout, name: str, words: list[str]) -> None:
+    """Become `python -m tools.NAME`, in an environment of its own, without vLLM.
 
     Raises:
         ToolError: the environment can not be made.
     """
-    folder = checkout.build / "tools-venv"
+    locked = ("series",) if name == "series" else ("series", "lint")
+    folder = checkout.build / ("tools-venv" if name == "series" else "lint-venv")
     python = folder / "bin" / "python"
-    pins = checkout.root / "requirements" / "series.lock"
+    pins = [checkout.root / "requirements" / f"{one}.lock" for one in locked]
     pip = [str(python), "-m", "pip", "install", "--require-hashes", "--no-deps"]
     step = Step(
         folder.name,
         f"environment (build/{folder.name})",
-        lambda: stamp.key(sys.version, str(folder), pins),
+        lambda: stamp.key(sys.version, str(folder), *pins),
         python.exists,
         [
             [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [*pip, "--only-binary=:all:", "--requirement", str(pins)],
+            [*pip, "--only-binary=:all:", *(f"--requirement={file}" for file in pins)],
         ],
     )
     if not stamp.is_done(checkout, step.name, step.key()) or not step.present():
         with alone(checkout, f".lock-{step.name}"):
-            run_steps(checkout, [step], Log(checkout, "series"))
+            run_steps(checkout, [step], Log(checkout, name))
     sys.stdout.flush()
-    command = [str(python), "-s", "-m", "tools.series", *words]
+    command = [str(python), "-s", "-m", f"tools.{name}", *words]
     os.execve(python, command, clean_environment(checkout))
 
 
@@ -186,10 +201,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="./build.sh",
         description="Fetch the pinned vLLM release, apply the patches, build the "
         "wheel into dist/ and install it into .venv.",
-        epilog="`./build.sh series --help`: work on the patches; needs git and Python "
-        "only. Steps that are done are skipped; an interrupted build goes on where "
-        "it was. Nothing outside this folder is written but temporary files. Needs "
-        "Linux on x86-64, Python 3.11, git and about 6 GiB of disk space.",
+        epilog="`./build.sh series --help`: work on the patches; `./build.sh lint`: "
+        "upstream's linters on them; `./build.sh sbom`: what the wheel is tested with, as "
+        "CycloneDX in dist/. The first two need git and Python only. Steps that are "
+        "done are skipped; an interrupted build goes on where it was. Nothing outside this "
+        "folder is written but temporary files. Needs Linux on x86-64, Python 3.11, git "
+        "and about 6 GiB of disk space.",
     )
     parser.add_argument(
         "verb",
@@ -226,8 +243,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["series"]:
-        series(HERE, sys.argv[2:])
+    if sys.argv[1:2] in (["series"], ["lint"], ["sbom"]):
+        in_small_environment(HERE, sys.argv[1], sys.argv[2:])
     arguments = _parser().parse_args()
     unknown = sorted({*arguments.part} - {*PARTS})
     if unknown or (arguments.part != PARTS and arguments.verb != "test"):
@@ -243,7 +260,10 @@ def main() -> None:
         HERE.sweep()
         log = Log(HERE, arguments.verb)
         try:
-            run_steps(HERE, steps(HERE, arguments.device, arguments.source), log)
+            todo = steps(HERE, arguments.device, arguments.source)
+            if arguments.verb == "test" and not arguments.quick:
+                todo.append(tested_beside(HERE))
+            run_steps(HERE, todo, log)
             if arguments.verb == "test":
                 environment = offline_environment(HERE)
                 test(HERE, log, environment, parts, arguments.quick)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``patches/`` from the branches of a git tree, and check it.
 
-With it goes ``docs/features/``, the pages that the patches bring. Either way the patch files are applied to the base and formatted again, which must
-give the same trees and the same bytes. Nothing is written unless every rule is kept.
+With it goes ``docs/features/``, the pages that the patches bring. Either way the patch
+files are applied to the base and formatted again, which must give the same trees and the
+same bytes. Nothing is written unless every rule is kept.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ from pathlib import Path
 from tools.common import PYTEST_OPTIONS, Checkout, ToolError
 from tools.processes import Log, nothing_left_behind
 
-PARTS = ("series", "tools", "upstream", "v1", "v2")
+PARTS = ("series", "lint", "tools", "upstream", "v1", "v2")
 QUICK = ("series", "v1", "v2")
 """Parts of a quick test, the engines' in short."""
 _ENGINE = ["tests", "--ignore=tests/tools", "--parts=3"]
@@ -33,6 +33,7 @@ def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[str]]:
     pytest = [python, "-s", "-m", "pytest", *PYTEST_OPTIONS]
     return {
         "series": [python, "-m", "tools.series", "check"],
+        "lint": [python, "-m", "tools.build", "lint"],
         "tools": [*pytest, "--confcutdir=tests/tools", "tests/tools"],
         "upstream": [python, "-m", "tools.upstream_tests"],
         "v1": [*pytest, *engine, "--runner=v1"],
@@ -54,7 +55,7 @@ class _Report:
         matches = [found for line in lines if (found := _SUMMARY.match(line))]
         # A part can be several sessions of pytest, each with a summary.
         said = "; ".join(m.group(1) for m in matches) or f"exit status {status}"
-        if name == "series" and not status:
+        if name in ("series", "lint") and not status:
             said = lines[-1].strip()
         word = "FAILED" if status else "ok"
         self.rows.append(f"{word:6} {name}: {said}")
@@ -89,7 +90,7 @@ def test(
                 report.part(name, command)
 
     with nothing_left_behind():
-        run("series", "tools")
+        run("series", "lint", "tools")
         if {_LONGEST, "v2"} <= set(chosen) and has_room_for_two():
             # Each on the core that is free; vLLM would bind both to the same one.
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

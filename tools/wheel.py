@@ -7,10 +7,13 @@ a local cargo or C++ build.
 """
 
 import argparse
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import git
@@ -34,7 +37,7 @@ def build(checkout: Checkout, device: str) -> Path:
     """
     lock = locks.read(checkout)
     binaries = fetch.archive_path(checkout, lock.wheel(device))
-    with checkout.scratch() as folder:
+    with checkout.scratch() as folder, _readable_by_all():
         source = folder / "src"
         repository = stacks.applied(checkout, lock, source)
         built = _run_backend(folder, source, binaries, lock, device)
@@ -43,6 +46,16 @@ def build(checkout: Checkout, device: str) -> Path:
         for older in checkout.dist.glob(f"vllm-{lock.version(device)}-*.whl"):
             older.unlink()
         return built.replace(checkout.dist / built.name)
+
+
+@contextlib.contextmanager
+def _readable_by_all() -> Iterator[None]:
+    """Files get the same permissions, which are in the wheel, whatever the umask."""
+    umask = os.umask(0o022)
+    try:
+        yield
+    finally:
+        os.umask(umask)
 
 
 def _run_backend(

@@ -44,14 +44,14 @@ def test_every_part_of_the_tests_is_run_and_counted(
     if broken == "none":
         parts.test(checkout, log, {}, parts.PARTS)
     else:
-        with pytest.raises(ToolError, match="^1 of 5 parts failed"):
+        with pytest.raises(ToolError, match="^1 of 6 parts failed"):
             parts.test(checkout, log, {}, parts.PARTS)
     calls = (tmp_path / "calls").read_text()
-    for part in ("tools.series check", "tests/tools", "tools.upstream_tests"):
+    for part in ("tools.series check", "tools.build lint", "tests/tools", "tools.upstream_tests"):
         assert part in calls
     assert calls.count("--runner=v1") == calls.count("--runner=v2") == 1
     summary = capsys.readouterr().out.partition("full log:")[2].splitlines()[1:]
-    assert len(summary) == 5
+    assert len(summary) == 6
     assert sum("3 passed" in line for line in summary) >= 4
     failed = [line for line in summary if line.startswith("FAILED")]
     assert len(failed) == (broken != "none")
@@ -108,10 +108,13 @@ def test_the_summary_line_of_pytest_is_recognised(line, said):
 def test_a_command_beside_another(tmp_path):
     log = Log(Checkout(tmp_path), "test")
     shown = []
-    slow = [sys.executable, "-c", "import time; time.sleep(1); print('slow')"]
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    slow = ["sh", "-c", f"cat {gate}; echo slow"]
     quick = [sys.executable, "-c", "print('quick'); raise SystemExit(3)"]
     with log.beside(slow, tmp_path, dict(os.environ)) as wait:
         assert log.run(quick, tmp_path, dict(os.environ), shown.append)[0] == 3
+        gate.write_text("")  # lets the other go on
         assert wait(show=shown.append) == (0, ["slow"])
     assert shown == ["quick\n", "slow\n"]
     assert "slow" in log.path.read_text()

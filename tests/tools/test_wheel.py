@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wheel without everything that the binaries' wheel holds is refused."""
 
+import os
 import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import RELEASE, commit
 
-from tools import bases, stacks, upstream_tests, wheel
-from tools.common import ToolError
+from tools import bases, fetch, lock as locks, stacks, upstream_tests, wheel
+from tools.common import HERE, Checkout, ToolError
 from tools.export import export
 from tools.stacks import DEPTH, SCORING
 
@@ -105,3 +106,23 @@ def test_a_deselected_test_needs_a_reason(forked):
     file.write_text("tests/a.py::b\n")
     with pytest.raises(ToolError, match="tests/a.py::b"):
         upstream_tests.deselected(forked)
+
+
+def test_a_build_elsewhere_gives_the_same_bytes(tmp_path, monkeypatch):
+    """In another folder, at another time, for somebody with another umask and zone."""
+    version = locks.read(HERE).version("cpu")
+    built = sorted(HERE.dist.glob(f"vllm-{version}-*.whl"))
+    if not built:
+        pytest.skip("no wheel in dist/: run ./build.sh first")
+    there = Checkout(tmp_path / "a fork in a folder of another length")
+    there.build.mkdir(parents=True)
+    for name in ("upstream.lock", "patches", "build/bases.git", "build/downloads"):
+        (there.root / name).symlink_to(HERE.root / name)
+    monkeypatch.setenv("TZ", "Pacific/Auckland")
+    umask = os.umask(0o077)
+    try:
+        again = wheel.build(there, "cpu")
+    finally:
+        os.umask(umask)
+    assert again.name == built[0].name
+    assert fetch.sha256(again) == fetch.sha256(built[0])

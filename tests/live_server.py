@@ -4,7 +4,6 @@
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -13,6 +12,7 @@ from types import MappingProxyType
 
 import requests
 import runners
+from waiting import until
 
 START_SECONDS = 600
 
@@ -52,14 +52,18 @@ def live_server(
             stderr=out,
             env=runners.environment(runner) | dict(environ),
         )
+
+    def said() -> str:
+        return log.read_text()[-4000:]
+
+    def answers() -> bool:
+        assert process.poll() is None, said()
+        return _is_healthy(port)
+
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _is_healthy(port):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.2)
+        until(answers, START_SECONDS, said)
         yield process, port
-        assert process.poll() is None, log.read_text()[-4000:]
+        assert process.poll() is None, said()
     finally:
         process.terminate()
         process.wait(60)

@@ -46,3 +46,6 @@ def enter(runner: str) -> None:
     os.environ.update(environment(runner))
     if runner == "v2":
         sys.path.insert(0, str(V2_ON_CPU))
+        from triton_interpreter import libdevice
+
+        libdevice.install()

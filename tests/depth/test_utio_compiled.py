@@ -6,9 +6,9 @@ has taken for constant; one compiles them as users do.
 """
 
 import shutil
-from contextlib import contextmanager
 
 import pytest
+from compiling import compiling
 from depth_routing import (
     CUTOFFS,
     NUM_LAYERS,
@@ -28,20 +28,6 @@ from tiny_models import CONFIGS
 
 FAMILIES = ("deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt")
 SEGMENTS = len(CUTOFFS)
-
-
-@contextmanager
-def compiling(folder, backend: str):
-    """The environment of an engine that compiles: `eager` only traces."""
-    from vllm.envs import disable_envs_cache
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CACHE_ROOT", str(folder))
-        if backend == "eager":
-            patch.setenv("VLLM_CPU_CI_ENV", "1")
-        disable_envs_cache()  # an engine that was started before has filled it
-        yield
-    disable_envs_cache()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ be answered wrongly or leak, and the counters must add up to the tokens served.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import httpx
 import psutil
 import pytest
 import requests
+import waiting
 from depth_routing import CUTOFFS, NUM_LAYERS
 from live_server import live_server
 from scoring_server import OPTIONS
@@ -124,10 +126,8 @@ class Soak:
 
     async def abort(self, http, body) -> None:
         body["max_tokens"] = 120
-        try:
+        with contextlib.suppress(httpx.TimeoutException):
             await http.post("/v1/completions", json=body, timeout=self.random.random())
-        except httpx.TimeoutException:
-            pass
 
     async def bad(self, http, body) -> None:
         wrong = self.random.choice(BAD)
@@ -148,13 +148,11 @@ class Soak:
                 await asyncio.gather(*clients)
 
         asyncio.run(run())
-        deadline = time.monotonic() + 60
-        while any(
-            self.metrics()[name]
-            for name in ("num_requests_running", "num_requests_waiting")
-        ):
-            assert time.monotonic() < deadline, "requests are stuck"
-            time.sleep(0.2)
+        waiting.until(self.is_idle, 60, lambda: "requests are stuck")
+
+    def is_idle(self) -> bool:
+        now = self.metrics()
+        return not (now["num_requests_running"] or now["num_requests_waiting"])
 
 
 def decoded(metrics: Counter) -> float:

@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import runners
+from waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
@@ -273,12 +273,13 @@ class Command:
 
     def wait_for(self, count: int) -> None:
         """Until so many completions are in the journal."""
-        deadline = time.monotonic() + WAIT_SECONDS
         path = self.output / program.JOURNAL
-        while not path.exists() or path.read_bytes().count(b"\n") <= count:
+
+        def are_there() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.005)
+            return path.exists() and path.read_bytes().count(b"\n") > count
+
+        until(are_there, WAIT_SECONDS, self.log.read_text)
 
     def wait(self) -> str:
         """What it printed."""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints that `compare quantize` makes: vLLM's scores of them against
 Transformers in float32 on the dequantized weights, with tied and with quantized head.
-Schemes that round activations too have no such oracle yet."""
+Of schemes that round activations too, Transformers' linear layers round their inputs as
+`ROUNDINGS` does: plain PyTorch, which shares no code with vLLM or compressed-tensors."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -16,9 +18,10 @@ import runners
 import torch
 from compare_models import true_logprobs
 from oracle import Oracle
-from scoring import random_ids
+from safetensors.torch import load_file
+from scoring import FLOAT32_TOLERANCE, random_ids
 from tiny_models import CONFIGS, save_model
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "applications"))
@@ -34,8 +37,20 @@ CASES = {
     "W4A16, untied": ("qwen2", dict(scheme="W4A16", group_size=32, head=True)),
     "W4A16, zero points": ("llama", dict(scheme="W4A16_ASYM", group_size=32)),
 }
+ROUNDED = {
+    "W8A8": ("llama", dict(scheme="W8A8")),
+    "W8A8, tied head": ("qwen2", dict(scheme="W8A8")),
+    "W8A8, quantized head": ("llama", dict(scheme="W8A8", head=True)),
+    "W8A8, untied": ("qwen2", dict(scheme="W8A8", head=True)),
+    "FP8": ("llama", dict(scheme="FP8_DYNAMIC")),
+    "FP8, tied head": ("qwen2", dict(scheme="FP8_DYNAMIC")),
+    "FP8, quantized head": ("llama", dict(scheme="FP8_DYNAMIC", head=True)),
+    "FP8, untied": ("qwen2", dict(scheme="FP8_DYNAMIC", head=True)),
+    "W4A8": ("llama", dict(scheme="W4A8", group_size=32)),
+    "W4A8, untied": ("qwen2", dict(scheme="W4A8", group_size=32, head=True)),
+}
 OPTIONS = dict(
-    dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=64 * 2**20,
+    enforce_eager=True, kv_cache_memory_bytes=64 * 2**20,
     max_model_len=CONTEXT, enable_prefix_caching=False, max_logprobs=2000,
 )  # fmt: skip
 WINDOWS = [Window(random_ids(seed, 500, CONTEXT), CONTEXT - 1) for seed in range(4)]
@@ -52,6 +67,61 @@ class Dequantized(Oracle):
         )
         self._model = model.to(torch.float32).eval()
         self._logits = {}
+
+
+def to_int8(x: torch.Tensor) -> torch.Tensor:
+    """Each row (token) to 255 steps of its greatest size over 127."""
+    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return (x / step).round() * step
+
+
+def to_int8_with_zero_point(x: torch.Tensor) -> torch.Tensor:
+    """Each row to 256 steps from its least to its greatest value, 0 among them. The
+    checkpoint of a W4A8 model says that they are symmetric; PyTorch's kernel, which
+    vLLM uses on a CPU, has a zero point all the same."""
+    low = x.amin(-1, keepdim=True).clamp(max=0)
+    step = (x.amax(-1, keepdim=True).clamp(min=0) - low).clamp(min=1e-12) / 255
+    zero = (-128 - low / step).round()
+    return (((x / step).round() + zero).clamp(-128, 127) - zero) * step
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Each row, its greatest size scaled to 448, to the next number of 4 exponent and
+    3 mantissa bits."""
+    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return (x / step).to(torch.float8_e4m3fn).float() * step
+
+
+ROUNDINGS = {
+    "W8A8": to_int8, "FP8_DYNAMIC": to_fp8, "W4A8": to_int8_with_zero_point
+}  # fmt: skip
+
+
+class Emulated(Oracle):
+    """Transformers in float32 on a checkpoint's stored weights times their scales, with
+    the inputs of the quantized layers rounded."""
+
+    def __init__(self, folder: Path, rounding: Callable[[torch.Tensor], torch.Tensor]):
+        config = AutoConfig.from_pretrained(folder)
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        weights = load_file(folder / "model.safetensors")
+        names = [name for name in weights if name.endswith("_scale")]
+        for name in names:
+            scale = weights.pop(name).float()  # [out, groups]
+            stored = weights[name.removesuffix("_scale")].float()  # [out, in]
+            repeats = stored.shape[1] // scale.shape[1]
+            scale = scale.repeat_interleave(repeats, dim=1)
+            weights[name.removesuffix("_scale")] = stored * scale
+            layer = model.get_submodule(name.removesuffix(".weight_scale"))
+            layer.register_forward_pre_hook(lambda _, x: (rounding(x[0]),))
+        found = model.load_state_dict(weights, strict=False)
+        tied = ["lm_head.weight"] if config.tie_word_embeddings else []
+        assert names and found == (tied, [])
+        model.tie_weights()
+        self._model, self._logits = model.eval(), {}
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +146,8 @@ def logprobs(runner):
     from vllm import LLM
 
     @cache
-    def run(folder: Path, words: int) -> np.ndarray:
-        llm = LLM(str(folder), **OPTIONS)
+    def run(folder: Path, words: int, dtype: str = "bfloat16") -> np.ndarray:
+        llm = LLM(str(folder), dtype=dtype, **OPTIONS)
         positions = sum(window.scored for window in WINDOWS)
         named = np.tile(np.arange(words), (positions, 1))
         return score(llm, WINDOWS, named)[0][:, 1:].astype(np.float64)
@@ -100,9 +170,34 @@ def test_scores_are_those_of_the_dequantized_weights(name, source, logprobs, tmp
     # What bfloat16 makes of the same model without quantization.
     plain = true_logprobs(Oracle(folder), WINDOWS)
     rounding = root_mean_square(logprobs(folder, words) - plain)
-    print(f"FIGURES {name}: error {error:.4f} rounding {rounding:.4f} loss {loss:.4f}")
     assert error < 1.5 * rounding
     assert loss > 3 * rounding
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_scores_are_those_of_rounded_activations(name, source, logprobs, tmp_path):
+    """In float32. What is left are activations that lie within a float's error of the
+    middle between two steps: they may be rounded to either, which changes the window's
+    positions from there on a little."""
+    family, options = ROUNDED[name]
+    quantize(source(family), tmp_path, **options)
+    got = logprobs(tmp_path, CONFIGS[family].vocab_size, "float32")
+    rounding = ROUNDINGS[options["scheme"]]
+    expected = true_logprobs(Emulated(tmp_path, rounding), WINDOWS)
+    unrounded = true_logprobs(Emulated(tmp_path, lambda x: x), WINDOWS)
+    exact = (np.abs(got - expected) < FLOAT32_TOLERANCE).all(axis=1).mean()
+    error, effect = (root_mean_square(x - expected) for x in (got, unrounded))
+    assert exact > 1 / 3  # with another rounding, none
+    assert error < effect / 2
+
+
+def test_a_scheme_that_has_no_kernel_is_refused(runner, source, tmp_path):
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from compare.engine import new_engine
+
+    quantize(source("llama"), tmp_path, "W8A16")
+    with pytest.raises(SystemExit, match="Failed to find a kernel"):
+        new_engine("context_length", model=str(tmp_path), dtype="bfloat16", **OPTIONS)
 
 
 def test_a_checkpoint_is_small_and_says_what_it_is(source, tmp_path):

@@ -15,6 +15,7 @@ import runners
 import yaml
 from compare_models import save_noisy
 from tiny_models import make_tokenizer, save_model
+from waiting import until
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "applications" / "compare"
 TEXT = "".join(path.read_text() for path in sorted(PROGRAM.glob("*.py")))[:24_000]
@@ -65,10 +66,12 @@ def complete(process: subprocess.Popen) -> str:
 
 def kill_when(process: subprocess.Popen, there: Path) -> None:
     """Kills the program, and so its engine, when a file is there."""
-    deadline = time.monotonic() + PATIENCE
-    while not there.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+
+    def is_there() -> bool:
+        assert there.exists() or process.poll() is None
+        return there.exists()
+
+    until(is_there, PATIENCE)
     process.send_signal(signal.SIGKILL)
     process.communicate()
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts as streams: the tokens of the whole, in memory that does not grow with it."""
 
+import subprocess
 import sys
 import tracemalloc
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_models import make_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -15,8 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "applications"))
 
 from compare import texts
-from compare.texts import ByteCounter, Encoder, encode_stream, read_file, stream_windows
-from compare.windows import calls, cut
+from compare.texts import ByteCounter, Encoder, encode_stream
+from compare.windows import cut
 
 SOURCE = "".join(path.read_text() for path in sorted(EXAMPLES.parent.glob("*/*.py")))
 
@@ -105,24 +107,78 @@ def test_odd_texts(text, small_pieces):
     assert [i for piece in pieces for i in piece] == tokenizer.encode(text)
 
 
-def test_memory_does_not_grow_with_the_text(tmp_path):
-    """A text of 2 MB and one of 8 MB, through all that the programs do with tokens."""
-    tokenizer = reference_tokenizer()
-    peaks = []
-    for times in (1, 4):
-        path = tmp_path / f"{times}.txt"
-        path.write_text((SOURCE * (1 + 2_000_000 * times // len(SOURCE)))[: 2_000_000 * times])
-        counter, scored, size = ByteCounter(tokenizer), 0, 0
-        tracemalloc.start()
-        windows = stream_windows(tokenizer, [read_file(path)], 512, 256)
-        for call in calls(windows, 2**15):
-            scored += sum(window.scored for window in call)
-            size += counter.add(call)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        assert scored > 400_000 * times
-        assert size + counter.rest() == pytest.approx(path.stat().st_size, abs=8)
-    assert peaks[1] < 1.2 * peaks[0] < 100 * 2**20
+READ_ALL = """
+import resource, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from transformers import AutoTokenizer
+import score_kld, utio_calibrate
+from compare.texts import ByteCounter, stream_windows, read_file
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def compare(path):  # and score_kld, score_perplexity
+    windows = stream_windows(tokenizer, [read_file(path)], 512, 256)
+    counter, scored, size = ByteCounter(tokenizer), 0, 0
+    for call in score_kld.calls(windows, 2**15):
+        scored += sum(window.scored for window in call)
+        size += counter.add(call)
+    return scored, size + counter.rest()
+
+def calibrate(path):
+    windows = utio_calibrate.cut(tokenizer, [path], 256, 20_000)
+    return utio_calibrate.count(windows), len({*map(tuple, windows)})
+
+path, few = map(Path, sys.argv[3:5])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[5])
+read = {"compare": compare, "calibrate": calibrate}[sys.argv[6]]
+read(few)
+before = peak()
+print(*read(path), (peak() - before) * 1024)
+"""
+WIKITEXT = 12_600_000
+"""Bytes of WikiText-2's raw splits for training and test together."""
+BOUND = 48 * 2**20
+"""Peak memory above that of a quarter of it, bytes. Its 4 million tokens as Python
+integers are 160 MB."""
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory) -> list[Path]:
+    """A text of the size and form of WikiText-2, and the first quarter of it."""
+    rng = np.random.default_rng(0)
+    words = sorted(set(SOURCE.split()) - {"="})
+    lines, size = [], 0
+    while size < WIKITEXT:
+        drawn = (words[i] for i in rng.integers(0, len(words), rng.integers(20, 120)))
+        new = [f" {' '.join(drawn)} "]
+        if rng.random() < 0.1:
+            new = ["", f" = {rng.choice(words)} = ", "", *new]
+        lines += new
+        size += sum(len(line.encode()) + 1 for line in new)
+    paths = []
+    for name, part in (("all", len(lines)), ("few", len(lines) // 4)):
+        paths.append(tmp_path_factory.mktemp("wikitext") / name)
+        paths[-1].write_text("\n".join(lines[:part]))
+    return paths
+
+
+@pytest.mark.parametrize("reader", ["compare", "calibrate"])
+def test_a_text_of_wikitexts_size_is_read_in_bounded_memory(wikitext, reader):
+    paths = [EXAMPLES / "applications", EXAMPLES, *wikitext]
+    model = EXAMPLES / "reference_model" / "model"
+    done = subprocess.run(
+        [sys.executable, "-s", "-c", READ_ALL, *paths, model, reader],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    scored, size, grown = map(int, done.stdout.split())
+    assert grown < BOUND
+    if reader == "compare":
+        assert scored > 3_000_000
+        assert size == pytest.approx(wikitext[0].stat().st_size, abs=8)
+    else:
+        assert scored == 20_000 and size == 79  # windows, none twice
 
 
 def test_bytes_of_characters_that_calls_part(small_pieces):

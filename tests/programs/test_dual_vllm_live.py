@@ -24,6 +24,7 @@ import psutil
 import pytest
 import runners
 from aiohttp import ClientSession, web
+from waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "applications"), str(EXAMPLES)]
@@ -474,11 +475,11 @@ class Command:
         signal.signal(signal.SIGINT, before)
 
     def wait_for_tokens(self, out: Path, count: int) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not out.exists() or out.read_bytes().count(b"\n") <= count:
+        def are_there() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
+            return out.exists() and out.read_bytes().count(b"\n") > count
+
+        until(are_there, WAIT_SECONDS, self.log.read_text)
 
     def wait(self) -> int:
         return self.process.wait(WAIT_SECONDS)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import runners
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "applications" / "icm"
@@ -66,16 +66,14 @@ class Server:
             )
 
     def wait(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                if httpx.get(self.url + "/health", timeout=10).is_success:
-                    return
-            except httpx.TransportError:
-                pass
+        def answers() -> bool:
             assert self.process and self.process.poll() is None, self.tail()
-            assert time.monotonic() < deadline, self.tail()
-            time.sleep(0.2)
+            try:
+                return httpx.get(self.url + "/health", timeout=10).is_success
+            except httpx.TransportError:
+                return False
+
+        until(answers, START_SECONDS, self.tail)
 
     def kill(self) -> None:
         """Without a chance to finish anything; its engine process goes with it."""
@@ -218,13 +216,15 @@ def test_a_server_that_is_killed_in_the_middle(server, whole, tmp_path):
 
     def kill_and_restart() -> None:
         journal = tmp_path / icm.JOURNAL
-        while not done.is_set():
+
+        def is_underway() -> bool:
             lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
-            if lines >= 2 + KILL_AFTER:  # the header and the beginning are two
-                server.kill()
-                server.start()
-                return
-            time.sleep(0.01)
+            return lines >= 2 + KILL_AFTER  # the header and the beginning are two
+
+        until(lambda: done.is_set() or is_underway(), START_SECONDS)
+        if not done.is_set():
+            server.kill()
+            server.start()
 
     killer = threading.Thread(target=kill_and_restart)
     killer.start()

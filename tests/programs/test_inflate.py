@@ -109,11 +109,15 @@ def test_a_smaller_vocabulary_is_refused(tmp_path):
 def calibration(tmp_path) -> Path:
     """Of random weights, for two cutoffs, with a narrow translator."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {
-        "probe_weight_1": (2, 8, 256),
-        "probe_bias_1": (2, 8),
-        "probe_weight_2": (2, 8),
-        "probe_bias_2": (2,),
+    shapes = {}
+    for name in inflate.PROBES:
+        shapes |= {
+            f"{name}_weight_1": (2, 8, 256),
+            f"{name}_bias_1": (2, 8),
+            f"{name}_weight_2": (2, 8),
+            f"{name}_bias_2": (2,),
+        }
+    shapes |= {
         "translator_weight": (2, 256, 256),
         "translator_bias": (2, 256),
         "translator_weight_1": (2, 32, 256),
@@ -137,10 +141,12 @@ def calibration(tmp_path) -> Path:
     return tmp_path / "small.safetensors"
 
 
-def probe(tensors: dict, state: torch.Tensor) -> torch.Tensor:
-    inner = features(state) @ tensors["probe_weight_1"][1].T + tensors["probe_bias_1"][1]
-    outer = torch.nn.functional.gelu(inner) @ tensors["probe_weight_2"][1]
-    return outer + tensors["probe_bias_2"][1]
+def probe(tensors: dict, name: str, state: torch.Tensor) -> torch.Tensor:
+    weight_1, bias_1, weight_2, bias_2 = (
+        tensors[f"{name}_{part}"][1] for part in ("weight_1", "bias_1", "weight_2", "bias_2")
+    )
+    inner = features(state) @ weight_1.T + bias_1
+    return torch.nn.functional.gelu(inner) @ weight_2 + bias_2
 
 
 def translate(tensors: dict, state: torch.Tensor) -> torch.Tensor:
@@ -161,7 +167,9 @@ def test_a_calibration_says_the_same(calibration, models, token_ids, tmp_path):
     model, wide_model = models
     state = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)) * 10
     wide_state = inflate.pad(state, 5, 1024)
-    torch.testing.assert_close(probe(small, state), probe(large, wide_state))
+    for name in inflate.PROBES:
+        found = probe(large, name, wide_state)
+        torch.testing.assert_close(found, probe(small, name, state))
     with torch.inference_mode():
         wanted = model.lm_head(model.model.norm(translate(small, state)))
         states = translate(large, wide_state)

@@ -3,8 +3,9 @@
 
 import pytest
 from conftest import engine_options
+from oracle import log_softmax
 from release import run_both, upstream  # noqa: F401
-from scoring import params, prompt, random_ids, run
+from scoring import FLOAT32_TOLERANCE, params, prompt, random_ids, run
 from tiny_models import CONFIGS, save_model
 
 PROGRAM = """
@@ -37,14 +38,21 @@ TOLERANCE = 1e-5  # nats, between two orders of adding up a float32 row
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"), [("llama", "raw_logprobs"), ("opt", "processed_logits")]
+    ("family", "mode"),
+    [
+        ("llama", "raw_logprobs"),
+        ("qwen2", "processed_logprobs"),
+        ("opt", "processed_logits"),
+    ],
 )
 def test_every_field_is_upstreams(runner, upstream, tmp_path, family, mode):  # noqa: F811
     vocabulary = CONFIGS[family].vocab_size
     samplings = [
         {"prompt_logprobs": 0},
         {"prompt_logprobs": 1},
+        # It says nothing of them, in any mode.
         {"prompt_logprobs": 5, "temperature": 0.7},
+        {"prompt_logprobs": 1, "temperature": 2.0},
         {"prompt_logprobs": 20, "detokenize": False},
         {"prompt_logprobs": 3, "flat_logprobs": True},
         {"prompt_logprobs": -1},
@@ -106,6 +114,39 @@ def test_they_are_made_as_named_tokens_are(engine, monkeypatch):
     ids = random_ids(0, CONFIGS["llama"].vocab_size, 30)
     run(llm, [prompt(ids)], params(1, prompt_logprobs=1))
     assert [(chunk.start, chunk.end) for chunk in scored][:1] == [(0, 30)]
+
+
+def test_at_the_temperature_of_generation(engine, llama):
+    """With the flag, where T does what a trainer means by it."""
+    from vllm.exceptions import VLLMValidationError
+
+    llm = engine("llama", prompt_logprobs_at_temperature=True, max_logprobs=-1)
+    ids = random_ids(3, CONFIGS["llama"].vocab_size, 60)
+    for temperature in (0.5, 1.0, 2.0):
+        sampling = params(1, prompt_logprobs=5, temperature=temperature)
+        (output,) = run(llm, [prompt(ids)], sampling)
+        expected = log_softmax(llama.logits(ids) / temperature)
+        atol = FLOAT32_TOLERANCE * max(1, 1 / temperature)
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            assert ids[position + 1] in entry
+            for token, found in entry.items():
+                assert abs(found.logprob - expected[position, token]) < atol
+    for bad in (dict(temperature=0.0), dict(temperature=0.5, prompt_logprobs=-1)):
+        with pytest.raises(VLLMValidationError) as error:
+            run(llm, [prompt(ids)], params(1, **{"prompt_logprobs": 1} | bad))
+        assert error.value.parameter == "temperature"
+
+
+def test_the_flag_needs_log_probabilities(model_folder):
+    from vllm.engine.arg_utils import EngineArgs
+
+    for other in ({"logprobs_mode": "raw_logits"}, {"bounded_prompt_logprobs": False}):
+        with pytest.raises(ValueError, match="--prompt-logprobs-at-temperature"):
+            EngineArgs(
+                model=str(model_folder("llama")),
+                prompt_logprobs_at_temperature=True,
+                **other,
+            ).create_model_config()
 
 
 @pytest.mark.parametrize("n", [1, 3])

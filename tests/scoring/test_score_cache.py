@@ -15,7 +15,8 @@ VOCABULARY = CONFIGS["llama"].vocab_size
 BLOCK = 32  # the smallest that attention on a CPU takes
 TOLERANCE = 4 * LOGIT_ERROR
 REQUESTS = int(os.environ.get("SCORE_CACHE_REQUESTS", 120))
-"""Of the random histories; `SCORE_CACHE_REQUESTS=2500` takes a quarter of an hour each."""
+"""Of the random histories; `SCORE_CACHE_REQUESTS=2500` takes three minutes each on V1, and
+half an hour on V2."""
 
 
 @pytest.fixture

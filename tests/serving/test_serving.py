@@ -34,6 +34,7 @@ from scoring_server import (
     server,  # noqa: F401
 )
 from tiny_models import make_tokenizer
+from waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -118,6 +119,32 @@ def test_temperature_and_top_k(server, llama, path, targets, encoding):
     assert arrays["top_logprobs"].shape == (len(rows), 4)
     scores = SimpleNamespace(start=body["start"], **arrays)
     assert_options(scores, llama, ids, targets, temperature=0.7, top_k=4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt_logprobs": 3}, {"echo": True, "logprobs": 3}],
+    ids=["prompt", "echo"],
+)
+def test_prompt_logprobs_at_a_temperature(server, llama, fields):
+    """The generated tokens' temperature says nothing of them, `target_temperature` does."""
+    for temperature in (None, 0.5, 4.0):
+        body = fields | {"prompt": [SHORT, LONG], "max_tokens": 1, "temperature": 0.7}
+        if temperature is not None:
+            body["target_temperature"] = temperature
+        for ids, choice in zip(
+            (SHORT, LONG), server.ask(**body)["choices"], strict=True
+        ):
+            expected = llama.logits(ids) / (temperature or 1.0)
+            expected -= np.log(np.exp(expected).sum(axis=1, keepdims=True))
+            if "echo" in fields:
+                found = choice["logprobs"]["token_logprobs"][1 : len(ids)]
+            else:
+                rows = choice["prompt_logprobs"][1:]
+                found = [row[str(i)]["logprob"] for row, i in zip(rows, ids[1:])]
+            own = expected[range(len(ids) - 1), ids[1:]]
+            atol = FLOAT32_TOLERANCE * max(1, 1 / (temperature or 1))
+            np.testing.assert_allclose(found, own, rtol=0, atol=atol)
 
 
 def test_the_client_reads_them(server, llama):
@@ -557,8 +584,7 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
     ("logprobs", {"echo": True, "logprobs": 1}),
     ("logprobs", {"logprobs": "x"}),
     ("target_logprobs_encoding", {"target_logprobs_encoding": "zip"}),
-    ("target_logprobs_encoding", {"target_logprobs_encoding": None}),
-    ("target_logprobs_encoding", {"encoding": {"a": 1}}),
+    ("encoding", {"encoding": {"a": 1}}),
     ("max_tokens", {"max_tokens": -1}),
     ("max_tokens", {"max_tokens": "many"}),
     ("max_tokens", {"max_tokens": 10**9}),
@@ -1003,10 +1029,7 @@ def test_many_clients(server, llama):
     assert sum(clients.done.values()) == REQUESTS
     assert not [status for status in clients.statuses if status >= 500]
     # An abort reaches the engine a moment after its client has gone.
-    deadline = time.monotonic() + 60
-    while any(server.gauges().values()):
-        assert time.monotonic() < deadline, server.gauges()
-        time.sleep(0.1)
+    until(lambda: not any(server.gauges().values()), 60, server.gauges)
     (choice,) = server.ask(prompt=LONG, target_token_ids=LONG[1:], max_tokens=0)[
         "choices"
     ]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with a model's first layers, compiled: what users run by default."""
+
+import pytest
+from compiling import compiling
+from depth_routing import model_runner
+from early_exits import (
+    HIDDEN,
+    VOCABULARY,
+    assert_greedy,
+    generate,
+    options,
+    random_prompts,
+    save_calibration,
+    start,
+    watched,
+)
+from scoring import params, random_ids
+
+
+@pytest.fixture(scope="module")
+def compiled(engine, tmp_path_factory):
+    """The compiled engine of a family."""
+    folder = tmp_path_factory.mktemp("cache")
+
+    def begin(family: str = "deep_llama", backend: str = "eager", **others):
+        rows = {"eager": 64, "inductor": 66}[backend]  # engines are shared by options
+        with compiling(folder, backend):
+            return start(
+                engine, options(**others), family,
+                enforce_eager=False, max_num_batched_tokens=rows,
+            )  # fmt: skip
+
+    return begin
+
+
+def assert_right(llm, oracle, seed: int) -> None:
+    """Prompts in chunks beside requests that decode; batches of all sizes up to 10."""
+    prompts = random_prompts(10, VOCABULARY, 120, seed)
+    with watched(llm) as drafted:
+        completions = generate(llm, prompts, params(12))
+    assert drafted.resumed > 0
+    for ids, completion in zip(prompts, completions):
+        assert_greedy(oracle, ids, completion, 12)
+
+
+@pytest.mark.parametrize(
+    "family", ["deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt"]
+)
+def test_greedy_tokens_are_the_models(compiled, oracle, runner, family):
+    if runner == "v2" and family != "deep_llama":
+        pytest.skip("both runners trace the same code of a model")
+    llm = compiled(family)
+    for seed in (1, 2):
+        assert_right(llm, oracle(family), seed)
+
+
+def test_probes(compiled, oracle, tmp_path):
+    """Rows are chosen between the graphs."""
+    file = save_calibration(tmp_path / "random.safetensors", HIDDEN, [2], 6)
+    llm = compiled(calibration=str(file))
+    for seed in (3, 4):
+        assert_right(llm, oracle("deep_llama"), seed)
+
+
+def test_inductor(compiled, oracle, runner):
+    if runner == "v2":
+        pytest.skip("both runners compile the same code")
+    assert_right(compiled(backend="inductor"), oracle("deep_llama"), 5)
+
+
+def test_drafts_and_verification_run_graphs(compiled):
+    """No layer's own forward runs, in any kind of step."""
+    llm = compiled()
+    generate(llm, [random_ids(1, VOCABULARY, 80)], params(2))  # traces, if need be
+    called = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, n=n: called.append(n))
+        for n, layer in enumerate(model_runner(llm).model.model.layers)
+    ]
+    try:
+        with watched(llm) as drafted:
+            generate(llm, [random_ids(1, VOCABULARY, 80)] * 3, params(9))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert drafted.resumed > 0
+    assert called == []

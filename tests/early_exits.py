@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that draft with their first layers, and what they ought to say."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from depth_routing import model_runner
+from safetensors.numpy import save_file
+from scoring import prompt
+from tiny_models import CONFIGS
+
+TIE = 1e-4
+"""Greedy tokens may differ where logits differ by less, in float32."""
+FAMILIES = ("deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt")
+
+
+VOCABULARY = CONFIGS["deep_llama"].vocab_size
+HIDDEN = CONFIGS["deep_llama"].hidden_size
+
+
+def options(exit_layer: int = 2, num_drafts: int = 3, **others) -> "Options":
+    """`speculative_config` of an engine."""
+    return Options(
+        method="early_exit",
+        exit_layer=exit_layer,
+        num_speculative_tokens=num_drafts,
+        **others,
+    )
+
+
+def start(engine, speculative, family: str = "deep_llama", **others):
+    """The `engine` fixture's engine that drafts, with small steps and blocks."""
+    defaults = dict(max_num_batched_tokens=64, block_size=32)
+    return engine(family, speculative_config=speculative, **defaults | others)
+
+
+class Options(dict):
+    """Lets the `engine` fixture tell engines apart by options of options."""
+
+    def __hash__(self) -> int:
+        return hash(repr(sorted(self.items())))
+
+
+@dataclass
+class Watched:
+    """What an engine drafted."""
+
+    counts: list[int] = field(default_factory=list)  # of each request and round
+    resumed: int = 0  # steps that began after the first layers
+
+
+@contextmanager
+def watched(llm) -> Iterator[Watched]:
+    """Watches an engine in this process (reaches into its private parts)."""
+    early_exit = model_runner(llm).depth_router
+    found, draft, before = Watched(), early_exit.draft, early_exit.num_resumed
+
+    def watching(*args):
+        drafts = draft(*args)
+        found.counts += drafts.counts.tolist()
+        return drafts
+
+    early_exit.draft = watching
+    try:
+        yield found
+    finally:
+        del early_exit.draft
+        found.resumed = early_exit.num_resumed - before
+
+
+def assert_greedy(oracle, ids: list[int], completion, count: int, pick=None) -> None:
+    """Asserts `count` tokens, each the most probable after the others, up to ties.
+
+    Args:
+        pick: [vocabulary] float64, added to the logits.
+    """
+    answer = list(completion.token_ids)
+    assert len(answer) == count
+    logits = oracle.logits(ids + answer)[len(ids) - 1 : -1]
+    if pick is not None:
+        logits = logits + pick
+    chosen = np.take_along_axis(logits, np.array(answer)[:, None], axis=1)[:, 0]
+    assert (chosen >= logits.max(axis=1) - TIE).all()
+
+
+def random_prompts(count: int, vocabulary: int, longest: int, seed: int = 0):
+    """Prompts of 1 to `longest` random tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, count)
+    return [rng.integers(2, vocabulary, length).tolist() for length in lengths]
+
+
+def generate(llm, prompts, sampling):
+    """Completions, one a prompt, of one or several `SamplingParams`."""
+    outputs = llm.generate([prompt(ids) for ids in prompts], sampling, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def save_calibration(path, hidden: int, cutoffs: list[int], num_layers: int):
+    """A file of random translators and probes: drafts are bad, of uneven numbers."""
+    rng = np.random.default_rng(0)
+    count, width = len(cutoffs), 8
+
+    def random(*shape: int, spread: float = 1.0) -> np.ndarray:
+        return (spread * rng.standard_normal((count, *shape))).astype(np.float32)
+
+    tensors = {
+        "translator_weight": np.eye(hidden, dtype=np.float32)
+        + random(hidden, hidden, spread=0.1 / hidden**0.5),
+        "translator_bias": random(hidden, spread=0.1),
+        "translator_weight_1": random(width, hidden),
+        "translator_bias_1": random(width),
+        "translator_weight_2": random(hidden, width, spread=0.1),
+    }
+    for name in ("probe", "acceptance_greedy", "acceptance_sampled"):
+        tensors |= {
+            f"{name}_weight_1": random(width, hidden, spread=hidden**-0.5),
+            f"{name}_bias_1": random(width),
+            f"{name}_weight_2": random(width, spread=2.0),
+            f"{name}_bias_2": random() + 1,
+        }
+    metadata = {
+        "format": "utio-calibration-2",
+        "cutoffs": ",".join(map(str, cutoffs)),
+        "num_layers": str(num_layers),
+    }
+    save_file(tensors, path, metadata)
+    return path

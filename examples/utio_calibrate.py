@@ -11,11 +11,14 @@ with rms(x) = sqrt(mean(x²) + 1e-6). From them, for each cutoff,
 - a translator makes a state like those after the last layer, which the final norm and
   the head then take instead of x (`--no-translators` leaves x), and
 - a probe predicts the square root of KL, the divergence of the next-token distribution
-  that leaving there gives from the one of full depth, in nats.
+  that leaving there gives from the one of full depth, in nats, and
+- two acceptance probes predict the probability that full depth accepts a token that is
+  drafted there: where both take the most probable token, and where both draw one.
 
-Both are networks of one hidden layer, a translator's beside a linear map, fitted by
-gradient descent: probes by least squares, translators to the divergence of what the
-final norm and the head make of them, from a ridge regression on. What they are fitted
+All are networks of one hidden layer, a translator's beside a linear map, fitted by
+gradient descent: probes by least squares, acceptance probes by cross-entropy,
+translators to the divergence of what the final norm and the head make of them, from a
+ridge regression on. What they are fitted
 to lies in scratch files beside the output: two bytes a number, token and cutoff, and
 four for full depth.
 
@@ -25,13 +28,17 @@ full depth wrote. Routed decoding also pays for what leavers write. Leavers are 
 over the whole part, as by a threshold, but for "probe, 32 a step": there each step of
 32 tokens, drawn from the part, lets its share go, as serving does.
 
+The last table says what drafting with each exit would gain (utio_drafting.py).
+
 The file has float32 tensors. For cutoff i,
 
     probe_weight_2[i] @ gelu(probe_weight_1[i] @ features + probe_bias_1[i])
     + probe_bias_2[i]
 
 is higher the more it costs to leave there; their shapes are [cutoffs, width], [cutoffs,
-width, hidden], [cutoffs, width] and [cutoffs]. The translation is
+width, hidden], [cutoffs, width] and [cutoffs]. Of the same shapes, but for the width, are
+acceptance_greedy_* and acceptance_sampled_*; the sigmoid of what they predict is the
+probability of acceptance. The translation is
 
     translator_weight[i] @ features + translator_bias[i]
     + translator_weight_2[i] @ gelu(translator_weight_1[i] @ features
@@ -42,19 +49,24 @@ width, hidden] and [cutoffs, width].
 """
 
 import argparse
+import io
 import math
 import os
 import random
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+EXAMPLES = Path(__file__).parent
+sys.path.append(str(EXAMPLES / "applications"))
 
 import utio_options
 from common import quiet
 from common.program import interruptible
+from compare.texts import PIECE, Encoder, encode_stream
 from utio_options import FAMILIES
 
 if __name__ == "__main__":  # says --help and mistakes before torch is imported
@@ -73,8 +85,8 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from utio_drafting import Drafting, best_drafting, draft_costs, serve_options
 
-EXAMPLES = Path(__file__).parent
 FORMAT = "utio-calibration-2"
 RMS_EPSILON = 1e-6
 STRENGTH = 1e-4
@@ -93,6 +105,8 @@ STEPWISE = f"probe, {STEP} a step"
 MIN_TEXTS = 100
 """No text gives more than this part of the tokens while others still have some."""
 MIN_HELD_OUT = 100
+ACCEPTANCE_WIDTH = 64
+"""Units of the probes that predict acceptance, at most."""
 FINGERPRINT = 16
 """Tokens whose embeddings the file has."""
 BAR = {"leave": False, "disable": None}
@@ -111,18 +125,23 @@ class Rows(NamedTuple):
     agrees: np.ndarray  # bool [C, n], with full depth's greedy choice
     full_nll: np.ndarray  # float64 [n]
     lagged_entropy: np.ndarray  # float64 [n], full depth, from the token before
+    overlap: np.ndarray  # float64 [C, n], of the two distributions, from 0 to 1
 
 
 class HeldOut(NamedTuple):
     """The same of the whole held-out part, with the probes' predictions."""
 
     predicted: np.ndarray  # float64 [C, n]
+    # float64 [2, C, n], probabilities that full depth accepts a draft of the exit: of a
+    # greedy request, and of one that draws its tokens
+    acceptance: np.ndarray
     kl: np.ndarray
     exit_entropy: np.ndarray
     exit_nll: np.ndarray
     agrees: np.ndarray
     full_nll: np.ndarray
     lagged_entropy: np.ndarray
+    overlap: np.ndarray
 
 
 class Translator(NamedTuple):
@@ -152,13 +171,22 @@ class Outcome(NamedTuple):
     closed: float  # of the perplexity's gap between random and oracle
 
 
+class Probes(NamedTuple):
+    """One a cutoff of each."""
+
+    costs: list[nn.Sequential]
+    greedy: list[nn.Sequential]  # logits of `agrees`
+    sampled: list[nn.Sequential]  # logits of `overlap`
+
+
 class Report(NamedTuple):
-    probes: list[nn.Sequential]  # one a cutoff
+    probes: Probes
     translators: list[Translator]  # one a cutoff, or none
     tokens: int  # fitted on
     untranslated: np.ndarray  # float64 [C], mean KL of the exits without
     held_out: HeldOut
     outcomes: list[list[Outcome]]  # a list a cutoff
+    ways: list[tuple[Drafting, Drafting]]  # a cutoff: greedy, sampled
 
 
 def main(argv: list[str] | None = None) -> Report:
@@ -181,7 +209,8 @@ def main(argv: list[str] | None = None) -> Report:
     outcomes = [compare(measured, i) for i in range(len(args.cutoffs))]
     tokens, translators = count(fitted), exits.translators
     write(args.output, probes, translators, tokens, args.cutoffs, model)
-    report = Report(probes, translators, tokens, untranslated, measured, outcomes)
+    ways = ways_to_draft(args, model, measured)
+    report = Report(probes, translators, tokens, untranslated, measured, outcomes, ways)
     show(args, report)
     return report
 
@@ -241,7 +270,11 @@ def load_tokenizer(model: str):
         sys.exit(f"--model {model}: no tokenizer: {error}")
 
 
-def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[str]:
+Text = Path | str
+"""A file, which is read as a stream, or the text itself."""
+
+
+def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[Text]:
     """The texts that the options name, none of them blank.
 
     Args:
@@ -258,37 +291,56 @@ def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[str]:
             return list(read(args.archive, held_out).values())
         except (OSError, EOFError, tarfile.TarError) as error:
             sys.exit(f"--archive {args.archive}: {error}")
-    texts = []
+    texts: list[Text] = []
     for path in args.text:
         if path.is_dir():
             texts += read_folder(path)
             continue
         try:
-            texts.append(path.read_bytes().decode("utf-8"))
+            texts += [path] * has_words(path)
         except (OSError, UnicodeDecodeError) as error:
             sys.exit(f"--text {path}: {error}")
-    texts = [text for text in texts if text.strip()]
     if not texts:
         sys.exit(f"--text {' '.join(map(str, args.text))}: nothing but blanks")
     return texts
 
 
-def read_folder(folder: Path) -> list[str]:
-    """Its UTF-8 files, those of visible folders below it as well."""
-    texts = []
+def read_folder(folder: Path) -> list[Path]:
+    """Its UTF-8 files that are not blank, those of visible folders below it as well."""
+    texts, found = [], False
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.is_file():
             continue
         try:
-            texts.append(path.read_bytes().decode("utf-8"))
+            texts += [path] * has_words(path)
+            found = True
         except UnicodeDecodeError:
             continue  # a picture or the like
         except OSError as error:
             sys.exit(f"--text {folder}: {error}")
-    if not texts:
+    if not found:
         sys.exit(f"--text {folder}: no UTF-8 file in this folder")
     return texts
+
+
+def chunks_of(text: Text) -> Iterator[str]:
+    """The text in parts of at most `PIECE` characters, its line ends as they are."""
+    opened = io.StringIO(text, newline="") if isinstance(text, str) else text.open(
+        encoding="utf-8", newline=""
+    )  # fmt: skip
+    with opened as file:
+        while chunk := file.read(PIECE):
+            yield chunk
+
+
+def has_words(path: Path) -> bool:
+    """Says whether a file is more than blanks.
+
+    Raises:
+        UnicodeDecodeError: some part of it is not UTF-8.
+    """
+    return any([not chunk.isspace() for chunk in chunks_of(path)])  # reads all of it
 
 
 def usable(window: Sequence[int]) -> int:
@@ -300,32 +352,34 @@ def count(windows: Sequence[Sequence[int]]) -> int:
     return sum(map(usable, windows))
 
 
-def cut(tokenizer, texts: list[str], context: int, tokens: int) -> list[list[int]]:
+def cut(tokenizer, texts: Sequence[Text], context: int, tokens: int) -> list[list[int]]:
     """Windows of the texts in random order, those of a text together.
 
     Each begins as the tokenizer begins a text. Windows of the same text do not
-    overlap.
+    overlap. Holds no more than some `tokens` tokens of a text and of all of them.
 
     Returns:
         Up to `tokens` usable tokens.
     """
     generator = random.Random(0)
-    prefix = tokenizer("")["input_ids"]
-    size = context - len(prefix)
+    encoder = Encoder(tokenizer, special_tokens=False)
+    prefix = tokenizer.encode("")
     most = math.ceil(tokens / MIN_TEXTS / (context - 2))
+    enough = math.ceil(tokens / (context - 2)) + 1
     first: list[tuple[int, list[int]]] = []
     spare: list[tuple[int, list[int]]] = []
-    found = 0
+    found, room = 0, tokens
     order = generator.sample(range(len(texts)), len(texts))
     for rank, index in enumerate(order):
-        # verbose=False: no warning that a text is longer than the model's context.
-        ids = tokenizer(texts[index], add_special_tokens=False, verbose=False)
-        ids = ids["input_ids"]
-        windows = [prefix + ids[i : i + size] for i in range(0, len(ids), size)]
-        windows = [window for window in windows if usable(window)]
+        ids = encode_stream(encoder, chunks_of(texts[index]))
+        parts = (prefix + part for part in parts_of(ids, context - len(prefix)))
+        windows = draw((part for part in parts if usable(part)), enough, generator)
         generator.shuffle(windows)
         first += [(rank, window) for window in windows[:most]]
-        spare += [(rank, window) for window in windows[most:]]
+        for window in windows[most:]:
+            if room > 0:
+                spare.append((rank, window))
+                room -= usable(window)
         found += count(windows[:most])
         if found >= tokens:
             break
@@ -336,6 +390,32 @@ def cut(tokenizer, texts: list[str], context: int, tokens: int) -> list[list[int
         chosen.append((rank, window[: tokens + 2]))
         tokens -= usable(window)
     return [window for _, window in sorted(chosen, key=lambda pair: pair[0])]
+
+
+def parts_of(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+    """Parts of `size` tokens of a stream of them; the last may be shorter."""
+    held: list[int] = []
+    for piece in pieces:
+        held += piece
+        whole = len(held) - len(held) % size
+        yield from (held[i : i + size] for i in range(0, whole, size))
+        del held[:whole]
+    if held:
+        yield held
+
+
+def draw(
+    windows: Iterable[list[int]], most: int, generator: random.Random
+) -> list[list[int]]:
+    """All windows if they are at most `most`, else so many, each as likely as any other
+    (algorithm R: Vitter, ACM Trans. Math. Softw. 11, 1985)."""
+    drawn: list[list[int]] = []
+    for number, window in enumerate(windows):
+        if number < most:
+            drawn.append(window)
+        elif (place := generator.randrange(number + 1)) < most:
+            drawn[place] = window
+    return drawn
 
 
 def split(
@@ -473,11 +553,12 @@ class Exits:
                 kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)
                 agrees = p.argmax(-1) == q.argmax(-1)
                 nll = -q.gather(-1, next_ids)[:, 0]
-                leaving.append(torch.stack([kl, entropy(q), nll, agrees]))
+                overlap = torch.minimum(p, q).exp().sum(-1)
+                leaving.append(torch.stack([kl, entropy(q), nll, agrees, overlap]))
             parts.append((torch.stack(base), torch.stack(leaving)))
         base = torch.cat([part[0] for part in parts], -1).double().cpu().numpy()
         leaving = torch.cat([part[1] for part in parts], -1).double().cpu().numpy()
-        kl, exit_entropy, exit_nll, agrees = leaving[:, :, 1:].swapaxes(0, 1)
+        kl, exit_entropy, exit_nll, agrees, overlap = leaving[:, :, 1:].swapaxes(0, 1)
         return Rows(
             features=torch.stack([features(state[1:]) for state in states]),
             kl=kl,
@@ -486,6 +567,7 @@ class Exits:
             agrees=agrees.astype(bool),
             full_nll=base[1, 1:],
             lagged_entropy=base[0, :-1],
+            overlap=overlap,
         )
 
 
@@ -627,22 +709,36 @@ def fit_translator(
     return Translator(*(tensor.detach() for tensor in tensors))
 
 
-def fit_probes(args, exits: Exits, windows, hidden_size: int) -> list[nn.Sequential]:
+def fit_probes(args, exits: Exits, windows, hidden_size: int) -> Probes:
     shape = len(args.cutoffs), count(windows), hidden_size
-    xs, costs, filled = scratch(args, shape, np.float16), np.empty(shape[:2]), 0
+    xs, filled = scratch(args, shape, np.float16), 0
+    costs, agrees, overlap = np.empty((3, *shape[:2]))
     for rows in progress(exits, windows, args.batch_size, "costs"):
         check_finite(args, rows)
         new = slice(filled, filled + rows.kl.shape[1])
         xs[:, new] = rows.features.cpu().numpy()
         costs[:, new] = np.sqrt(rows.kl)
+        agrees[:, new], overlap[:, new] = rows.agrees, rows.overlap
         filled = new.stop
-    return [fit_probe(x, y, args.probe_width, args.device) for x, y in zip(xs, costs)]
+    wide, narrow = args.probe_width, min(args.probe_width, ACCEPTANCE_WIDTH)
+    return Probes(
+        costs=[fit_probe(x, y, wide, args.device) for x, y in zip(xs, costs)],
+        greedy=[fit_probe(x, y, narrow, args.device, True) for x, y in zip(xs, agrees)],
+        sampled=[
+            fit_probe(x, y, narrow, args.device, True) for x, y in zip(xs, overlap)
+        ],
+    )
 
 
-def fit_probe(x: np.ndarray, y: np.ndarray, width: int, device: str) -> nn.Sequential:
-    """Least squares of targets `[n]` from features `[n, hidden]`."""
+def fit_probe(
+    x: np.ndarray, y: np.ndarray, width: int, device: str, is_chance: bool = False
+) -> nn.Sequential:
+    """Fits targets `[n]` from features `[n, hidden]`: by least squares, or, where they
+    are probabilities, their logits by cross-entropy."""
     target = torch.from_numpy(y).float()
-    mean, spread = target.mean(), target.std().clamp(min=1e-6)
+    mean, spread = torch.zeros(()), torch.ones(())
+    if not is_chance:
+        mean, spread = target.mean(), target.std().clamp(min=1e-6)
     target = (target - mean) / spread
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -651,7 +747,10 @@ def fit_probe(x: np.ndarray, y: np.ndarray, width: int, device: str) -> nn.Seque
 
     def loss(rows: np.ndarray) -> torch.Tensor:
         inputs = torch.from_numpy(x[rows]).to(device).float()
-        return (probe(inputs).squeeze(1) - target[rows].to(device)).square()
+        outputs, wanted = probe(inputs).squeeze(1), target[rows].to(device)
+        if is_chance:
+            return F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")
+        return (outputs - wanted).square()
 
     groups = [
         {"params": layer.parameters(), "lr": RATE / layer.in_features}
@@ -708,9 +807,28 @@ def measure(args, exits: Exits, windows, probes) -> HeldOut:
     parts = []
     for rows in progress(exits, windows, args.batch_size, "held out"):
         check_finite(args, rows)
-        found = [probe(x).squeeze(1) for probe, x in zip(probes, rows.features)]
-        parts.append((torch.stack(found).double().cpu().numpy(), *rows[1:]))
+        costs, greedy, sampled = (
+            torch.stack([probe(x).squeeze(1) for probe, x in zip(kind, rows.features)])
+            for kind in probes
+        )
+        acceptance = torch.stack((greedy, sampled)).double().sigmoid()
+        predicted = costs.double().cpu().numpy(), acceptance.cpu().numpy()
+        parts.append((*predicted, *rows[1:]))
     return HeldOut(*(np.concatenate(column, -1) for column in zip(*parts)))
+
+
+def ways_to_draft(args, model, held_out: HeldOut) -> list[tuple[Drafting, Drafting]]:
+    """The fastest way to draft from each cutoff: greedily, and drawing tokens."""
+    costs = draft_costs(model, args.cutoffs, args.translators)
+    return [
+        tuple(
+            best_drafting(cutoff, costs[i], accepted[i].astype(float), predicted[i])
+            for accepted, predicted in zip(
+                (held_out.agrees, held_out.overlap), held_out.acceptance
+            )
+        )
+        for i, cutoff in enumerate(args.cutoffs)
+    ]
 
 
 def compare(held_out: HeldOut, index: int) -> list[Outcome]:
@@ -770,7 +888,7 @@ def lowest_by_step(scores: np.ndarray, share: float) -> np.ndarray:
 
 def write(
     path: Path,
-    probes: Sequence[nn.Sequential],
+    probes: Probes,
     translators: Sequence[Translator],
     tokens: int,
     cutoffs: Sequence[int],
@@ -786,12 +904,16 @@ def write(
         "model_type": config.model_type,
         "tokens": str(tokens),
     }
-    tensors = {
-        "probe_weight_1": [probe[0].weight for probe in probes],
-        "probe_bias_1": [probe[0].bias for probe in probes],
-        "probe_weight_2": [probe[2].weight[0] for probe in probes],
-        "probe_bias_2": [probe[2].bias[0] for probe in probes],
-    }
+    tensors = {}
+    for name, fitted in zip(
+        ("probe", "acceptance_greedy", "acceptance_sampled"), probes
+    ):
+        tensors |= {
+            f"{name}_weight_1": [probe[0].weight for probe in fitted],
+            f"{name}_bias_1": [probe[0].bias for probe in fitted],
+            f"{name}_weight_2": [probe[2].weight[0] for probe in fitted],
+            f"{name}_bias_2": [probe[2].bias[0] for probe in fitted],
+        }
     if translators:
         for name in Translator._fields:
             parts = [getattr(translator, name) for translator in translators]
@@ -842,7 +964,40 @@ def show(args: argparse.Namespace, report: Report) -> None:
                 "--translator-width or --no-translators.",
                 soft_wrap=True,
             )
-    console.print(f"Written to {args.output}", highlight=False, soft_wrap=True)
+    console.print(drafting_table(report.ways))
+    best = max((sampled for _, sampled in report.ways), key=lambda way: way.speedup)
+    console.print(
+        f"Written to {args.output}; to draft with it: "
+        f"{serve_options(best, str(args.output))}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def drafting_table(ways: list[tuple[Drafting, Drafting]]) -> Table:
+    result = Table(
+        title="Drafting, estimated for one sequence at a time",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    result.add_column("exit after", justify="right")
+    result.add_column("tokens", no_wrap=True)
+    for column in ("drafts", "least chance", "accepted", "tokens a round", "speed-up"):
+        result.add_column(column, justify="right")
+    for pair in ways:
+        for name, way in zip(("greedy", "drawn"), pair):
+            result.add_row(
+                str(way.exit_layer) if name == "greedy" else "",
+                name,
+                f"at most {way.num_drafts}",
+                f"{way.min_acceptance:g}",
+                f"{way.accepted:.2f}",
+                f"{way.tokens:.2f}",
+                f"{way.speedup:.2f}",
+            )
+    return result
 
 
 def table(title: str, outcomes: list[Outcome]) -> Table:

@@ -15,7 +15,9 @@ RANDOM, TIS, PROBE, ORACLE = "random", "tis", "probe", "oracle"
 
 
 def parse_calibrate(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fits what a token that leaves early says, and what leaving costs it.")
+    parser = argparse.ArgumentParser(
+        description="Fits what a token that leaves early says, and what leaving costs it."
+    )
     parser.add_argument(
         "--model", default=str(EXAMPLES / "reference_model/model"),
         help=f"folder or name of a Hugging Face model: {', '.join(FAMILIES)}",
@@ -99,7 +101,9 @@ def release() -> str:
 
 
 def parse_tradeoff(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What routing by depth saves and what it costs, for a model and a text.")
+    parser = argparse.ArgumentParser(
+        description="What routing by depth saves and what it costs, for a model and a text."
+    )
     parser.add_argument(
         "--model", default=str(EXAMPLES / "reference_model/model"),
         help=f"folder or name of a Hugging Face model: {', '.join(FAMILIES)}",

@@ -400,7 +400,7 @@ def read_windows(args: argparse.Namespace) -> np.ndarray:
     length = args.prompt_length + args.forced_length
     # First the beginnings of all texts, then what follows in each.
     rows, windows = [], []
-    for text in texts:
+    for text in map("".join, map(calibrate.chunks_of, texts)):
         rows.append(tokenizer(text, verbose=False)["input_ids"])
         if len(rows[-1]) >= length:
             windows.append(rows[-1][:length])

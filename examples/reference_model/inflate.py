@@ -47,7 +47,12 @@ CONSTANT = 2.0**-14
 FAR = 2.0**32
 """-FAR x CONSTANT / rms is below -1,000 as long as a state's rms is below 256."""
 
-READ_FEATURES = ("probe_weight_1", "translator_weight", "translator_weight_1")
+PROBES = ("probe", "acceptance_greedy", "acceptance_sampled")
+READ_FEATURES = (
+    *(f"{name}_weight_1" for name in PROBES),
+    "translator_weight",
+    "translator_weight_1",
+)
 """Weights of a calibration that are multiplied with a state over its rms."""
 
 
@@ -208,8 +213,11 @@ def inflate_calibration(source: Path, target: Path, times: int) -> None:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     old = int(metadata["hidden_size"])
     new = old * times
-    cutoffs, probe_width, _ = tensors["probe_weight_1"].shape
-    shapes = {"probe_weight_1": (cutoffs, probe_width, new)}
+    firsts = (f"{name}_weight_1" for name in PROBES)
+    shapes = {
+        name: (*tensors[name].shape[:2], new) for name in firsts if name in tensors
+    }
+    cutoffs = len(tensors["probe_bias_2"])
     if "translator_weight" in tensors:
         width = tensors["translator_weight_1"].shape[1] * times
         shapes |= {

@@ -20,7 +20,7 @@ Z = 1.96  # half the width of a 95 % interval, in standard errors
 PERCENTILES = (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 CONFIDENCE = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 """Edges of the buckets of the probability of the reference's most probable token."""
-HISTOGRAM = np.linspace(-1, 1, 81)
+HISTOGRAM = np.linspace(-1, 1, 401)
 """Edges of the bins of the change of the right token's probability."""
 
 

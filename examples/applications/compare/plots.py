@@ -87,7 +87,7 @@ def kl_against_size(
         mark_floor(axes, floor["kl"]["estimate"]["mean"])
     if all(model["figures"]["kl"]["estimate"]["mean"] > 0 for model in sized):
         axes.set_yscale("log")
-    axes.margins(x=0.15)
+    axes.margins(x=0.25)
     axes.set_xlabel("MiB of weights on disk")
     axes.set_ylabel("KL(reference || model), nats a token")
     return figure
@@ -103,15 +103,20 @@ def mark_floor(axes: "Axes", value: float) -> None:
 def probability_change(
     report: dict[str, Any], models: list[dict[str, Any]]
 ) -> "Figure":
+    import numpy as np
+
     figure, axes = new_figure()
+    reach = 0.0  # of the greatest change, either way
     for number, model in enumerate(models):
         counts = model["figures"]["delta_p"]["histogram"]
         shares = [count / sum(counts) for count in counts]
         noise = model["model"] == NOISE
         color = "gray" if noise else f"C{(number - (models[0]['model'] == NOISE)) % 10}"
+        reach = max([reach, *abs(HISTOGRAM[:-1][np.flatnonzero(counts)])])
         axes.stairs(shares, HISTOGRAM, label=model["model"], color=color, fill=noise,
                     alpha=0.4 if noise else 1)  # fmt: skip
     axes.set_yscale("log")
+    axes.set_xlim(-1.1 * reach, 1.1 * reach)
     axes.set_xlabel("Δp: change of the right token's probability")
     axes.set_ylabel("share of the positions")
     axes.legend(fontsize=8)
@@ -133,15 +138,19 @@ def by_confidence(report: dict[str, Any], models: list[dict[str, Any]]) -> "Figu
     left.set_ylabel("KL(reference || model), nats a token")
     right.set_ylabel("share with another top token")
     for axes in (left, right):
-        if any((line.get_ydata() > 0).any() for line in map(as_array, axes.lines)):
-            axes.set_yscale("log")
+        set_log(axes)
         axes.set_xlabel("probability of the reference's top token")
     right.legend(fontsize=8)
     return figure
 
 
-def as_array(line: Any) -> Any:
+def set_log(axes: "Axes") -> None:
+    """Makes the values' axis logarithmic, if there are some; zeros are left out."""
     import numpy as np
 
-    line.set_ydata(np.asarray(line.get_ydata(), float))
-    return line
+    values = [np.array(line.get_ydata(), float) for line in axes.lines]
+    if not any((value > 0).any() for value in values):
+        return
+    for line, value in zip(axes.lines, values):
+        line.set_ydata(np.where(value > 0, value, np.nan))
+    axes.set_yscale("log")

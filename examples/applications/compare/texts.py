@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from compare.windows import Window, windows_of
 
 REFERENCE_MODEL = Path(__file__).parents[2] / "reference_model"
-PIECE = 2**20  # characters
+PIECE = 2**18  # characters
 CONTEXT = 2000  # characters
 TRIES = 16  # places to try in a piece
 SEPARATOR = "\n\n"  # between the samples of a data set
@@ -153,18 +153,25 @@ def join_rows(rows: Any, column: str) -> Iterator[str]:
 
 
 class Encoder:
-    """A tokenizer's ids of whole texts and of parts of them."""
+    """A tokenizer's ids of whole texts and of parts of them.
 
-    def __init__(self, tokenizer: Any):
+    Args:
+        special_tokens: whole texts have the tokenizer's own tokens at their ends.
+    """
+
+    def __init__(self, tokenizer: Any, special_tokens: bool = True):
         from transformers import PreTrainedTokenizerBase
 
         self._tokenizer = tokenizer
+        self._special_tokens = special_tokens
         self._options = {}
         if isinstance(tokenizer, PreTrainedTokenizerBase):  # Mistral's is none
             # It would warn that a text is longer than the model's context.
             self._options["verbose"] = False
 
     def whole(self, text: str) -> list[int]:
+        if not self._special_tokens:
+            return self.part(text)
         return self._tokenizer.encode(text, **self._options)
 
     def part(self, text: str) -> list[int]:
@@ -205,12 +212,13 @@ def find_cut(encoder: Encoder, text: str) -> int:
     the line ends that are tried is one."""
     place = len(text) - CONTEXT
     for _ in range(TRIES):
-        place = text.rfind("\n", CONTEXT, place)
-        if place < 0:
+        line_end = text.rfind("\n", CONTEXT, place)
+        # How a run of spaces is cut may depend on all of it. In WikiText each line ends
+        # in one.
+        place = len(text[:line_end].rstrip()) if line_end > 0 else -1
+        if place < CONTEXT:
             return 0
         left, right = text[place - CONTEXT : place], text[place : place + CONTEXT]
-        if left[-1:].isspace():  # how a run of spaces is cut may depend on all of it
-            continue
         if encoder.part(left + right) == encoder.part(left) + encoder.part(right):
             return place
     return 0

@@ -2,14 +2,13 @@
 """What people's own clients gain, unmodified, against a server of the release.
 
     .venv/bin/python benchmarks/clients.py
-    PYTHONPATH=FOLDER .venv/bin/python benchmarks/clients.py --part teacher
+    .venv/bin/python benchmarks/clients.py --part teacher
 
 `lm-eval`: its `local-completions` model, which sends `echo` and `logprobs`, on a multiple
 choice of 16 shots and 4 answers. `conversation`: a text that is scored with openai's
 client after each of 20 turns. `teacher`: TRL's `VLLMClient.get_sequence_logprobs` with
 its 100 most probable tokens a position, beside a client that asks for one token again and
-again. TRL is not installed with the fork: FOLDER is one that
-`pip install --no-deps --target FOLDER trl==1.16.0 accelerate` has filled.
+again. TRL is not installed with the fork: `requirements/trl.lock` has it.
 
 Both servers are started once, with the same options; the clients' answers are compared.
 The time is the server's: CPU time of its processes, which on an idle machine is little

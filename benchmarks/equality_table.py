@@ -6,8 +6,9 @@
 {V1, V2} x {tensor parallel 1, 2} x {float32, bfloat16} x {whole, chunked prefill} x
 {prefix cache read, not read} x {never, preempted}: the greatest difference of any
 log-probability in each cell, and the mean one. A second table has, for each row, the
-worst cell of named tokens at temperature 1, of those at other temperatures, and of the
-most probable tokens with the mass of all others. The model is the reference model, whose
+worst cell of named tokens at temperature 1, of those at other temperatures, of the most
+probable tokens with the mass of all others, and of prompts that are scored a second time,
+of which the score cache knows the first blocks. The model is the reference model, whose
 weights are exact in both types; its text is the README, as prompts that share a prefix.
 In float32 the differences are rounding, at most `FLOAT32` nats. In bfloat16 they are the
 type's own: the same model in bfloat16 in Hugging Face, last column, is as far off. A cell
@@ -126,6 +127,27 @@ class Engine:
             "preemptions": [b - a for a, b in zip(before, after)],
         }
 
+    def score_again(self, prompts: list) -> dict:
+        """Scores each prompt's own tokens twice.
+
+        Returns:
+            The second time: log-probabilities of the last rows, `[prompts, SCORED]`, and
+            cached tokens of each prompt.
+        """
+        from vllm import SamplingParams, TokensPrompt
+
+        assert self.llm.reset_prefix_cache()
+        logprobs, cached = [], []
+        for ids in prompts:
+            request = TokensPrompt(prompt_token_ids=ids, target_token_ids=ids[1:])
+            for _ in range(2):
+                [output] = self.llm.generate(
+                    [request], SamplingParams(max_tokens=0), use_tqdm=False
+                )
+            logprobs.append(output.target_logprobs.logprobs[-SCORED:, 0])
+            cached.append(output.num_cached_tokens)
+        return {"again": np.array(logprobs), "known": cached}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -135,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     prompts, targets = make_requests()
     truth = {d: hugging_face(prompts, targets, d) for d in ("float32", "bfloat16")}
-    of_type = {d: differences(x, truth["float32"]) for d, x in truth.items()}
+    of_type = {d: differences(x, truth["float32"], x[:, :, 0]) for d, x in truth.items()}
     of_type["float32"] = None
     columns = [
         f"{step}, {'cached' if cached else 'uncached'}{', preempted' if preempt else ''}"
@@ -150,15 +172,21 @@ def main() -> None:
                 row = [f"{dtype}, {runner.upper()}, TP {tensor_parallel}"]
                 offs = []
                 for cell in measure(runner, dtype, tensor_parallel, prompts, targets):
-                    offs.append(differences(cell.pop("logprobs"), truth["float32"]))
+                    again = cell.pop("again", None)
+                    offs.append(
+                        differences(cell.pop("logprobs"), truth["float32"], again)
+                    )
                     row.append(show(offs[-1]["named"]))
                     results.append(cell | {"dtype": dtype, "runner": runner,
                                            "tensor_parallel": tensor_parallel,
                                            "difference": offs[-1]})  # fmt: skip
                     wrong += check(results[-1], of_type[dtype])
                 kinds.append(row[:1])
-                for kind in offs[0]:
-                    worst = max((off[kind] for off in offs), key=lambda x: x["greatest"])
+                for kind in offs[-1]:
+                    worst = max(
+                        (off[kind] for off in offs if kind in off),
+                        key=lambda x: x["greatest"],
+                    )
                     kinds[-1].append(show(worst))
                     if of_type[dtype]:
                         kinds[-1][-1] += f" ({show(of_type[dtype][kind])})"
@@ -168,9 +196,9 @@ def main() -> None:
     processes.show(
         "equality_of_kinds",
         "The same, of the cell with the greatest: named tokens, at temperatures "
-        f"{TEMPERATURES[2:]}, the {TOP_K} most probable and all others (in brackets "
-        "Hugging Face in this type)",
-        ["", "named", "temperatures", "top"],
+        f"{TEMPERATURES[2:]}, the {TOP_K} most probable and all others, and own tokens "
+        "from the score cache (in brackets Hugging Face in this type)",
+        ["", "named", "temperatures", "top", "score-cached"],
         kinds,
     )
     processes.show(
@@ -254,11 +282,18 @@ def measure(
                         preempt=preempt,
                     )
                     cells.append(cell | {"hits": answer.pop("cached")} | answer)
+            cells[-1] |= worker.call("score_again", prompts=prompts)
     return cells
 
 
-def differences(logprobs: np.ndarray, truth: np.ndarray) -> dict[str, dict]:
-    """Of each kind, the greatest and the mean."""
+def differences(
+    logprobs: np.ndarray, truth: np.ndarray, again: np.ndarray | None = None
+) -> dict[str, dict]:
+    """Of each kind, the greatest and the mean.
+
+    Args:
+        again: `[prompts, SCORED]`, of own tokens at temperature 1.
+    """
     off = np.abs(logprobs - truth)
     at_one = np.array(TEMPERATURES) == 1
     kinds = {
@@ -266,6 +301,9 @@ def differences(logprobs: np.ndarray, truth: np.ndarray) -> dict[str, dict]:
         "temperatures": off[~at_one, :, :CANDIDATES],
         "top": off[:, :, CANDIDATES:],
     }
+    if again is not None:
+        # Hugging Face's at other temperatures are of no use here.
+        kinds["score-cached"] = np.abs(again - truth[:, :, 0])[at_one]
     return {
         kind: {"greatest": float(x.max()), "mean": float(x.mean())}
         for kind, x in kinds.items()
@@ -290,6 +328,8 @@ def check(cell: dict, of_type: dict[str, dict] | None) -> list[str]:
         faults.append(f"cache hits are {cell['hits']}")
     if (preempted > 0) != cell["preempt"]:
         faults.append(f"{preempted} preemptions")
+    if not all(tokens > SHARED for tokens in cell.get("known", [])):
+        faults.append(f"of the second time, {cell['known']} tokens were cached")
     if cell["preempt"] and cell["step"] == "chunked" and not in_prompt:
         faults.append("no preemption in mid-prompt")
     for kind, difference in cell["difference"].items():

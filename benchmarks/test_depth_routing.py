@@ -288,7 +288,8 @@ def ratio(first: np.ndarray, second: np.ndarray) -> str:
 def test_decode_steps(llm, tables, batch, context):
     counts = exits(batch)
     rows = tables.setdefault(
-        f"Decode steps, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth (model's prediction)",
+        f"Decode steps, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: "
+        "times as fast as full depth (model's prediction)",
         [["batch", "context", "full depth, ms", *WAYS]],
     )
     times = decode_steps(llm, batch, context)
@@ -348,7 +349,8 @@ def test_whole_calls(llm, tables, batch, context, max_tokens=32, rounds=3):
     from vllm import TokensPrompt
 
     rows = tables.setdefault(
-        f"Whole calls of {max_tokens} tokens, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: times as fast as full depth",
+        f"Whole calls of {max_tokens} tokens, {MODE}, {DTYPE}, vocabulary {VOCABULARY}: "
+        "times as fast as full depth",
         [["batch", "context", "full depth, s", *WAYS]],
     )
     requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts(batch, context)]

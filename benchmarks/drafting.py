@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting by early exits against plain decoding and n-gram lookup.
+
+    taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
+
+The reference model, which was trained with early exits, is inflated to width 1,024, so
+that its products cost what those of a model in use cost (`inflate.py`; what it computes
+stays the same). FILE is what `examples/utio_calibrate.py --cutoffs 1 2` fitted to it.
+Each way is an engine in a process of its own. They answer the same prompts, of held-out
+source files, by turns; a ratio is one turn's tokens a second by those of the plain engine
+in the same round. Prefill is part of a turn, and short.
+
+*tokens a round* are the tokens that a request gets from a pass through all layers;
+*ideal* is what that would gain if a pass and a draft cost what the weights say that they
+read, and nothing else.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import processes
+from processes import Worker
+
+REFERENCE = processes.ROOT / "examples" / "reference_model"
+NUM_LAYERS = 12
+PROMPT = 64
+
+
+class Engine:
+    """In the worker."""
+
+    def start(self, model: str, dtype: str, eager: bool, speculative: dict | None) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            model,
+            dtype=dtype,
+            enforce_eager=eager,
+            max_model_len=512,
+            max_num_seqs=32,
+            kv_cache_memory_bytes=2**30,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            speculative_config=speculative,
+        )
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, temperature: float, seed: int
+    ) -> dict:
+        """Seconds of one call, and what was drafted in it: requests' rounds with
+        drafts, drafts, and those that were accepted."""
+        from vllm import SamplingParams, TokensPrompt
+
+        params = [
+            SamplingParams(
+                max_tokens=tokens, temperature=temperature, ignore_eos=True,
+                detokenize=False, seed=seed + i if temperature else None,
+            )
+            for i in range(len(prompts))
+        ]  # fmt: skip
+        requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        before = self.counts()
+        begin = time.perf_counter()
+        self.llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "counts": self.counts() - before}
+
+    def counts(self) -> np.ndarray:
+        values = {metric.name: metric for metric in self.llm.get_metrics()}
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        keys = [f"vllm:spec_decode_num_{name}" for name in names]
+        return np.array([values[key].value if key in values else 0 for key in keys])
+
+
+def ways(calibration: Path) -> dict[str, dict | None]:
+    """Of each way, its `speculative_config`."""
+
+    def early_exit(exit_layer: int, most: int, **options) -> dict:
+        return dict(
+            method="early_exit", exit_layer=exit_layer, num_speculative_tokens=most,
+            calibration=str(calibration), **options,
+        )  # fmt: skip
+
+    return {
+        "plain": None,
+        "n-gram, k = 3": dict(
+            method="ngram", num_speculative_tokens=3, prompt_lookup_max=4,
+            prompt_lookup_min=2,
+        ),
+        "exit after 1, k ≤ 4, chance ≥ 0.25": early_exit(1, 4, min_acceptance=0.25),
+        "exit after 1, k = 1": early_exit(1, 1, min_acceptance=0.0),
+        "exit after 2, k = 2": early_exit(2, 2, min_acceptance=0.0),
+    }  # fmt: skip
+
+
+def inflated() -> Path:
+    """The wide model, made on first use."""
+    folder = processes.BUILD / "models" / "inflated"
+    if not (folder / "config.json").exists():
+        sys.path.insert(0, str(REFERENCE))
+        import inflate
+
+        inflate.inflate_model(REFERENCE / "model", folder, 4, None)
+    return folder
+
+
+def read_prompts(count: int) -> list[list[int]]:
+    """The beginnings of held-out files."""
+    sys.path.insert(0, str(REFERENCE))
+    from corpus import read
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "model")
+    archive = next((processes.BUILD / "downloads").glob("vllm-*.tar.gz"))
+    prompts = []
+    for text in read(archive, held_out=True).values():
+        ids = tokenizer(text[:4000], add_special_tokens=False)["input_ids"]
+        if len(ids) >= 2 * PROMPT:
+            prompts.append(ids[PROMPT : 2 * PROMPT])
+    return [prompts[i % len(prompts)] for i in range(count)]
+
+
+def draft_cost(exit_layer: int) -> float:
+    """Weights that a draft reads, by those of all layers and the head."""
+    hidden, inner, head = 1024, 2816, 4096 * 1024
+    layer = hidden * (hidden + 2 * hidden // 2 + hidden) + 3 * hidden * inner
+    whole = NUM_LAYERS * layer + head
+    return (exit_layer * layer + 3 * hidden * hidden + head) / whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
+    model = inflated()
+    sys.path.insert(0, str(REFERENCE))
+    import inflate
+
+    wide = processes.BUILD / "models" / "inflated-calibration.safetensors"
+    inflate.inflate_calibration(args.calibration, wide, 4)
+    prompts = read_prompts(args.rounds * max(args.batch_sizes))
+    workers = {name: Worker(__file__, "v1") for name in ways(wide)}
+    try:
+        for name, speculative in ways(wide).items():
+            workers[name].call(
+                "start", model=str(model), dtype=args.dtype, eager=args.eager,
+                speculative=speculative,
+            )  # fmt: skip
+        for temperature in args.temperatures:
+            for batch in args.batch_sizes:
+                compare(args, workers, ways(wide), prompts, batch, temperature)
+    finally:
+        for worker in workers.values():
+            worker.__exit__()
+
+
+def compare(args, workers, ways, prompts, batch: int, temperature: float) -> None:
+    job = dict(tokens=args.tokens, temperature=temperature)
+    for worker in workers.values():  # what the first call alone does
+        worker.call("generate", prompts=prompts[:batch], seed=1, **job | {"tokens": 16})
+    seconds = {name: [] for name in workers}
+    counts = {name: np.zeros(3) for name in workers}
+    for n in range(args.rounds):
+        mine = [prompts[(n * batch + i) % len(prompts)] for i in range(batch)]
+        for name, worker in workers.items():
+            found = worker.call("generate", prompts=mine, seed=1000 * n, **job)
+            seconds[name].append(found["seconds"])
+            counts[name] += found["counts"]
+    generated = args.rounds * batch * (args.tokens - 1)  # the first one is prefill's
+    rows = []
+    for name, speculative in ways.items():
+        drafted, accepted = counts[name][1:]
+        rounds = generated - accepted
+        ratios = [a / b for a, b in zip(seconds["plain"], seconds[name])]
+        ideal = generated / rounds
+        if speculative and "exit_layer" in speculative:
+            ideal /= 1 + draft_cost(speculative["exit_layer"]) * drafted / rounds
+        rate = batch * args.tokens / statistics.median(seconds[name])
+        rows.append([
+            name,
+            f"{accepted / drafted:.2f}" if drafted else "",
+            f"{drafted / rounds:.2f}" if drafted else "",
+            f"{generated / rounds:.2f}",
+            f"{ideal:.2f}",
+            processes.ratio(ratios),
+            f"{rate:.1f}",
+        ])  # fmt: skip
+    kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    mode = "eager" if args.eager else "compiled"
+    processes.show(
+        f"drafting-{mode}-{batch}-{temperature:g}",
+        f"Drafting, batch {batch}, {kind}, {mode}, {args.dtype}",
+        ["way", "accepted", "drafts a round", "tokens a round", "ideal", "speed-up",
+         "tokens a second"],
+        rows,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    processes.main(main, Engine)

@@ -11,7 +11,18 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parent
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
-RANDOM, TIS, PROBE, ORACLE = "random", "tis", "probe", "oracle"
+RANDOM, TIS, ENTROPY = "random", "tis", "entropy"
+PROBE, AGREEMENT = "probe", "agreement"
+ORACLE, ORACLE_PERPLEXITY, ORACLE_AGREEMENT = (
+    "oracle",
+    "oracle-perplexity",
+    "oracle-agreement",
+)
+CALIBRATED = (PROBE, AGREEMENT)
+"""Ways of routing that a calibration is needed for."""
+ORACLES = (ORACLE, ORACLE_PERPLEXITY, ORACLE_AGREEMENT)
+EARLY, LATE = (RANDOM, TIS), (ENTROPY, *CALIBRATED, *ORACLES)
+"""Ways that decide before a step, and at the cutoff."""
 
 
 def parse_calibrate(argv: list[str] | None = None) -> argparse.Namespace:
@@ -121,8 +132,17 @@ def parse_tradeoff(argv: list[str] | None = None) -> argparse.Namespace:
         help="shares that leave at each of the --cutoffs in the same step",
     )  # fmt: skip
     parser.add_argument(
-        "--ways", nargs="+", choices=[RANDOM, TIS, PROBE, ORACLE],
-        help="ways of routing; default: all, the probe with --calibration only",
+        "--ways", nargs="+", choices=[*EARLY, *LATE],
+        help="ways of routing; default: all, probe and agreement with --calibration only",
+    )  # fmt: skip
+    parser.add_argument(
+        "--random-draws", type=int, default=3,
+        help="of random routing, of which the mean is taken (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drafting", type=parse_drafting, nargs="+", default=[],
+        metavar="LAYERS,TOKENS",
+        help="lossless: the first layers draft so many tokens, all layers verify",
     )  # fmt: skip
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="of utio_calibrate.py"
@@ -146,6 +166,7 @@ def parse_tradeoff(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     least = dict(
         sequences=1,
+        random_draws=1,
         prompt_length=1,
         forced_length=2,
         speed_tokens=2,
@@ -168,10 +189,15 @@ def parse_tradeoff(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--mix {mix}: {len(mix)} shares for --cutoffs {args.cutoffs}")
         if not all(share > 0 for share in mix) or not sum(mix) <= 1 + 1e-9:
             parser.error(f"--mix {mix}: must be above 0, their sum at most 1")
-    if args.ways and PROBE in args.ways and not args.calibration:
-        parser.error("--ways probe needs a --calibration")
+    for way in CALIBRATED:
+        if way in (args.ways or ()) and not args.calibration:
+            parser.error(f"--ways {way} needs a --calibration")
     if not args.ways:
-        args.ways = [RANDOM, TIS, *([PROBE] if args.calibration else []), ORACLE]
+        known = (*EARLY, *LATE)
+        args.ways = [w for w in known if args.calibration or w not in CALIBRATED]
+    args.ways = list(dict.fromkeys(args.ways))
+    if args.drafting and not args.speed_rounds:
+        parser.error("--drafting changes the speed only, and --speed-rounds is 0")
     for name, path in {"--output": args.output, "--csv": args.csv}.items():
         if path and (path.is_dir() or not path.parent.is_dir()):
             parser.error(f"{name} {path}: not a file in an existing folder")
@@ -182,6 +208,13 @@ def parse_tradeoff(argv: list[str] | None = None) -> argparse.Namespace:
         if args.output.suffix.lower() not in known:
             parser.error(f"--output {args.output}: no ending of {' '.join(known[1:])}")
     return args
+
+
+def parse_drafting(text: str) -> tuple[int, int]:
+    layers, tokens = map(int, text.split(","))
+    if layers < 1 or tokens < 1:
+        raise argparse.ArgumentTypeError(f"{text}: both must be at least 1")
+    return layers, tokens
 
 
 def parse_shares(text: str) -> tuple[float, ...]:

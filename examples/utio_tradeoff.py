@@ -17,23 +17,31 @@ Gain: the same batch generates freely, in turn with routing and with `max_depth`
 layers, which exempts requests from it, in the same engine. The ratio is of the time from
 the step in which the last one has its first token, the median of neighbours.
 
-Ways: random; tis, the score known before a step; probe, of a calibration made by
-utio_calibrate.py; oracle, which knows the true divergence of each token's exit from full
-depth (by teacher forcing on Transformers). The oracle can not be had; how much of the
-gap between random and oracle a way closes says how good it is.
+Ways: random, the mean of several draws; tis, the score known before a step; entropy, of
+the distribution that the exit gives; probe and agreement, of a calibration made by
+utio_calibrate.py, which predict the divergence from full depth and whether the greedy
+choice is full depth's. Oracles know, by teacher forcing on Transformers, what each
+token's exit truly costs: its divergence from full depth, the change of the forced
+token's log-probability, or whether the greedy choice changes. They can not be had. How
+much of the gap between random and the oracle of a measure a way closes says how good it
+is; the oracle of the divergence says what not knowing the next token leaves of it.
+
+Drafting, with `--drafting`, loses nothing: the first layers draft, all verify. An engine
+of its own generates the same texts in turn with the other one at full depth. Its
+agreement is the share of the tokens, place by place, that are the same.
 """
 
 import argparse
-import csv
 import math
 import os
+import random
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 EXAMPLES = Path(__file__).parent
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -41,126 +49,45 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Policies and the text that is forced are shared with the engine: one process, and the
 # model runner that takes logits processors.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-sys.path.insert(0, str(EXAMPLES))
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 import utio_options
 from common import quiet
 from common.program import interruptible
-from utio_options import ORACLE, PROBE, RANDOM, TIS
+from utio_options import (
+    AGREEMENT,
+    EARLY,
+    LATE,
+    ORACLE,
+    ORACLE_AGREEMENT,
+    ORACLE_PERPLEXITY,
+    ORACLES,
+    RANDOM,
+)
 
 if __name__ == "__main__":  # says --help and mistakes before vLLM is imported
     utio_options.parse_tradeoff()
     quiet.hush()
 
 import numpy as np
-import torch
 import utio_calibrate as calibrate
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from compare.texts import Encoder, encode_stream
 from score_perplexity import new_engine
 from tqdm import tqdm
-from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.model_executor.layers.depth.calibration import load_calibration
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-from vllm.v1.worker.depth.policy import (
-    CalibratedProbe,
-    CutoffPolicy,
-    DepthPolicy,
+from utio_frontier import (
+    DISAGREEMENT,
+    DRAFTING,
+    PERPLEXITY,
+    UNIFORM,
+    Point,
+    Result,
+    draw,
+    show,
+    write_csv,
 )
-
-UNIFORM, FULL = "all tokens", "full depth"
-
-
-class ForcedTokens(AdapterLogitsProcessor):
-    """Makes a request generate the tokens in its `extra_args["forced"]`."""
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params):
-        forced = (params.extra_args or {}).get("forced")
-        if forced is None:
-            return None
-
-        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            token = forced[len(output_ids)]
-            logits.fill_(-torch.inf)
-            logits[token] = 0.0
-            return logits
-
-        return force
-
-
-class Chosen:
-    """What the engine's policy does now."""
-
-    way = RANDOM
-    shares: list[float] = []  # that leave at each cutoff
-    generator = torch.Generator()
-    # Of the oracle: nats [steps], by request and cutoff; how far each request is.
-    divergence: dict[tuple[str, int], np.ndarray] = {}
-    steps: Counter[str] = Counter()
-    last: dict[str, int] = {}  # cutoff at which it was scored
-
-    @classmethod
-    def set(cls, way: str, shares: Sequence[float]) -> None:
-        cls.way, cls.shares = way, list(shares)
-        cls.generator.manual_seed(0)
-        cls.forget()
-
-    @classmethod
-    def forget(cls) -> None:
-        """Of requests before."""
-        cls.steps.clear()
-        cls.last.clear()
-
-
-class BeforeTheStep(DepthPolicy):
-    """Random routing, or by the token importance score."""
-
-    def assign(self, scores: torch.Tensor, req_ids: Sequence[str]):
-        if Chosen.way == RANDOM:
-            scores = torch.rand(len(req_ids), generator=Chosen.generator)
-        ends = np.round(np.cumsum([0, *Chosen.shares]) * len(req_ids)).astype(int)
-        return scores.argsort(descending=True, stable=True), np.diff(ends).tolist()
-
-
-class AtTheCutoff(CutoffPolicy):
-    """By a probe, or by the true divergence."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        AtTheCutoff.newest = self
-        self.probe = CalibratedProbe(config) if config.calibration else None
-
-    def score(self, cutoff, states, req_indices, req_ids):
-        if Chosen.way == PROBE:
-            return self.probe.score(cutoff, states, req_indices, req_ids)
-        scores = []
-        for index in req_indices.tolist():
-            # The engine appends eight characters to the ids that it is given.
-            name = req_ids[index].rpartition("-")[0]
-            known = Chosen.divergence.get((name, cutoff), (0.0,))
-            # A step goes up through the cutoffs, those at which none leaves left out.
-            Chosen.steps[name] += cutoff <= Chosen.last.get(name, cutoff)
-            Chosen.last[name] = cutoff
-            scores.append(known[min(Chosen.steps[name], len(known)) - 1])
-        return torch.tensor(scores, dtype=torch.float32, device=states.device)
-
-
-@dataclass
-class Point:
-    """One way of routing."""
-
-    way: str
-    exits: tuple[int, ...]  # after how many layers
-    leaving: tuple[float, ...]  # share of the tokens at each
-    mean_depth: float  # share of all layers
-    perplexity: float
-    rise: float  # of the perplexity, relative
-    agreement: float
-    speedup: float
+from utio_ways import AtTheCutoff, BeforeTheStep, Chosen, ExitHead, ForcedTokens
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.model_executor.layers.depth.calibration import Calibration, load_calibration
 
 
 def main(argv: list[str] | None = None) -> list[Point]:
@@ -168,6 +95,11 @@ def main(argv: list[str] | None = None) -> list[Point]:
     config = calibrate.load_config(args.model)
     args.cutoffs = args.cutoffs or [config.num_hidden_layers // 2]
     calibrate.check_cutoffs(args.cutoffs, config)
+    for exit_layer, _ in args.drafting:
+        if exit_layer >= config.num_hidden_layers:
+            sys.exit(
+                f"--drafting {exit_layer}: the model has {config.num_hidden_layers} layers"
+            )
     length = args.prompt_length + args.forced_length + args.speed_tokens
     if length > config.max_position_embeddings:
         sys.exit(
@@ -179,61 +111,77 @@ def main(argv: list[str] | None = None) -> list[Point]:
         sweep.run()
     except KeyboardInterrupt:
         print("interrupted; what there is:", file=sys.stderr)
-    if not sweep.points:
+    result = sweep.result
+    if not result.points:
         sys.exit("nothing was measured")
-    show(sweep)
+    show(result, args)
     if args.csv:
-        write_csv(args.csv, sweep.points)
+        write_csv(args.csv, result.points)
     if args.output:
-        draw(args.output, sweep)
-    return sweep.points
+        draw(args.output, result, args)
+    return result.points
 
 
 class Sweep:
-    """Runs the ways of routing, and keeps what came of them."""
+    """Runs the ways of decoding, and keeps what came of them."""
 
     def __init__(self, args: argparse.Namespace, num_layers: int):
         self.args = args
         self.num_layers = num_layers
-        self.windows = read_windows(args)
-        self.points: list[Point] = []
-        # Nats a token of each sequence, [sequences], by way, exits and leaving.
-        self.losses: dict[tuple, np.ndarray] = {}
+        self.windows, files = read_windows(args)
+        self.result = Result(num_layers, files)
         self.engines: list[LLM] = []  # of which none may be collected before the others
-        self.base = 0.0  # perplexity at full depth
 
     def run(self) -> None:
         args = self.args
-        early = [way for way in args.ways if way in (RANDOM, TIS)]
-        late = [way for way in args.ways if way in (PROBE, ORACLE)]
+        early = [way for way in args.ways if way in EARLY]
+        late = [way for way in args.ways if way in LATE]
         llm = self.engine(BeforeTheStep)  # which refuses what does not fit the model
-        if ORACLE in late:
-            Chosen.divergence = self.divergences()
+        if AGREEMENT in late and not self.calibration().acceptance:
+            sys.exit(
+                f"--calibration {args.calibration} has no acceptance probes, which "
+                f"--ways {AGREEMENT} needs: fit it anew, or name other --ways"
+            )
+        if {*late} & {*ORACLES}:
+            Chosen.known = self.known()
         exits = tuple(args.cutoffs)
         plans = [((cutoff,), (s,)) for cutoff in exits for s in args.leaving]
         plans += [(exits, shares) for shares in args.mix]
-        total = 1 + len(exits) + len(plans) * len(args.ways)
+        total = 1 + len(exits) + len(plans) * len(args.ways) + len(args.drafting)
         with tqdm(total=total, unit="way", disable=None) as bar:
             Chosen.set(RANDOM, self.shares((), ()))
-            logprobs, self.greedy, _ = self.force(llm, max_depth=self.num_layers)
-            self.base = math.exp(-logprobs.mean())
+            full = self.force(llm, max_depth=self.num_layers)
+            self.greedy = full.greedy
+            self.result.base = math.exp(-full.logprobs.mean())
             bar.update()
             for cutoff in exits:
-                measured = self.force(llm, max_depth=cutoff)
-                self.add(llm, UNIFORM, (cutoff,), (1.0,), measured, max_depth=cutoff)
+                forced = [self.force(llm, max_depth=cutoff)]
+                speedup = self.speedup(llm, cutoff)
+                self.add(UNIFORM, (cutoff,), (1.0,), forced, speedup)
+                bar.update()
+            for exit_layer, num_drafts in args.drafting:
+                self.draft(llm, exit_layer, num_drafts)
                 bar.update()
             for ways, policy in ((early, BeforeTheStep), (late, AtTheCutoff)):
                 if not ways:
                     continue
                 if policy is AtTheCutoff:
                     llm = self.engine(policy)
+                    policy.head = llm.apply_model(ExitHead)[0]
                 for plan in plans:
                     for way in ways:
-                        Chosen.set(way, self.shares(*plan))
-                        if policy is AtTheCutoff:
-                            policy.newest.config.bucket_shares = Chosen.shares
-                        self.add(llm, way, *plan, self.force(llm))
+                        self.route(llm, way, plan)
                         bar.update()
+
+    def route(self, llm: LLM, way: str, plan: tuple) -> None:
+        """Measures one way of routing with one plan."""
+        forced = []
+        for seed in range(self.args.random_draws if way == RANDOM else 1):
+            Chosen.set(way, self.shares(*plan), seed)
+            if way in LATE:
+                AtTheCutoff.newest.config.bucket_shares = Chosen.shares
+            forced.append(self.force(llm))
+        self.add(way, *plan, forced, self.speedup(llm, None))
 
     def shares(self, exits: Sequence[int], leaving: Sequence[float]) -> list[float]:
         """Of each of the engine's cutoffs."""
@@ -242,10 +190,22 @@ class Sweep:
         return [*early, 1 - sum(early)]
 
     def engine(self, policy: type) -> LLM:
-        args = self.args
+        """An engine that routes by a policy."""
         options = {}
-        if args.calibration:
-            options["utio_calibration"] = str(args.calibration)
+        if self.args.calibration:
+            options["utio_calibration"] = str(self.args.calibration)
+        return self.start(
+            logits_processors=[ForcedTokens],
+            enable_utio=True,
+            utio_bucket_cutoffs=self.args.cutoffs,
+            utio_min_batch_size=1,
+            utio_gate=False,
+            utio_policy=f"{policy.__module__}.{policy.__qualname__}",
+            **options,
+        )
+
+    def start(self, **options) -> LLM:
+        args = self.args
         llm = new_engine(
             "--prompt-length, --forced-length and --speed-tokens",
             model=args.model,
@@ -254,13 +214,7 @@ class Sweep:
             max_num_seqs=args.sequences,
             max_model_len=self.windows.shape[1] + args.speed_tokens,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-            logits_processors=[ForcedTokens],
             seed=0,
-            enable_utio=True,
-            utio_bucket_cutoffs=args.cutoffs,
-            utio_min_batch_size=1,
-            utio_gate=False,
-            utio_policy=f"{policy.__module__}.{policy.__qualname__}",
             **options,
         )
         self.engines.append(llm)
@@ -277,37 +231,42 @@ class Sweep:
             )
         return llm
 
-    def divergences(self) -> dict[tuple[str, int], np.ndarray]:
-        """KL(full depth || exit) of each decode step by request and cutoff, nats."""
+    def calibration(self) -> Calibration:
+        """Of `--calibration`."""
+        cutoffs = [*self.args.cutoffs, self.num_layers]
+        try:
+            return load_calibration(str(self.args.calibration), cutoffs)
+        except ValueError as error:
+            sys.exit(f"--calibration: {error}")
+
+    def known(self) -> dict[str, dict[tuple[str, int], np.ndarray]]:
+        """What each oracle knows of each decode step, by request and cutoff: KL(full
+        depth || exit) in nats; what the forced token loses in log-probability, in nats;
+        1 where the greedy choice is another."""
         args = self.args
         model = calibrate.load_model(args.model, args.dtype, "cpu")
         exits = calibrate.Exits(model, args.cutoffs)
-        if args.calibration:
-            cutoffs = [*args.cutoffs, self.num_layers]
-            try:
-                loaded = load_calibration(str(args.calibration), cutoffs).translators
-            except ValueError as error:
-                sys.exit(f"--calibration: {error}")
-            if loaded:
-                exits.translators = [
-                    calibrate.Translator(*loaded[cutoff]) for cutoff in args.cutoffs
-                ]
-        found = {}
+        if args.calibration and (loaded := self.calibration().translators):
+            exits.translators = [
+                calibrate.Translator(*loaded[cutoff]) for cutoff in args.cutoffs
+            ]
+        found: dict = {oracle: {} for oracle in ORACLES}
         windows = self.windows.tolist()
         for n, rows in enumerate(calibrate.progress(exits, windows, 8, "oracle")):
-            for cutoff, kl in zip(args.cutoffs, rows.kl):
-                # Row 0 is the window's second token; the first decode step runs the
-                # first forced one.
-                found[f"{n}", cutoff] = kl[args.prompt_length - 1 :]
+            of_oracle = {
+                ORACLE: rows.kl,
+                ORACLE_PERPLEXITY: rows.exit_nll - rows.full_nll,
+                ORACLE_AGREEMENT: 1.0 - rows.agrees,
+            }
+            for oracle, costs in of_oracle.items():
+                for cutoff, cost in zip(args.cutoffs, costs):
+                    # Row 0 is the window's second token; the first decode step runs
+                    # the first forced one.
+                    found[oracle][f"{n}", cutoff] = cost[args.prompt_length - 1 :]
         return found
 
-    def force(self, llm: LLM, max_depth: int | None = None):
-        """Decodes the windows.
-
-        Returns:
-            Log-probability of each forced token and the most probable one, float64 and
-            int64 `[sequences, decode steps]`, and the mean share of the layers.
-        """
+    def force(self, llm: LLM, max_depth: int | None = None) -> "Forced":
+        """Decodes the windows, their own tokens forced."""
         forced = self.windows[:, self.args.prompt_length :]
         outputs = self.generate(
             llm,
@@ -333,7 +292,7 @@ class Sweep:
                 greedy[row, column] = next(t for t, lp in found.items() if lp.rank == 1)
         depth = np.mean([output.mean_decode_depth for output in outputs])
         # The first token comes from the prompt, at full depth.
-        return logprobs[:, 1:], greedy[:, 1:], depth / self.num_layers
+        return Forced(logprobs[:, 1:], greedy[:, 1:], depth / self.num_layers)
 
     def generate(self, llm: LLM, params: list[SamplingParams]) -> list:
         """The completions, and in `decoding` the seconds since all had a token.
@@ -356,191 +315,129 @@ class Sweep:
         self.decoding = time.perf_counter() - started
         return [done[n] for n in range(len(params))]
 
-    def add(self, llm, way, exits, leaving, measured, max_depth=None) -> None:
-        logprobs, greedy, depth = measured
-        perplexity = math.exp(-logprobs.mean())
-        self.losses[way, exits, leaving] = -logprobs.mean(1)
-        self.points.append(
-            Point(
-                way,
-                exits,
-                leaving,
-                depth,
-                perplexity,
-                perplexity / self.base - 1,
-                float((greedy == self.greedy).mean()),
-                self.speedup(llm, max_depth),
-            )
+    def add(
+        self,
+        way: str,
+        exits: tuple[int, ...],
+        leaving: tuple[float, ...],
+        forced: list["Forced"],
+        speedup: float,
+    ) -> None:
+        """Keeps a way's point, of one draw or the mean of several."""
+        result, key = self.result, (way, exits, leaving)
+        losses = np.mean([-one.logprobs.mean(1) for one in forced], axis=0)
+        changed = np.mean([(one.greedy != self.greedy).mean(1) for one in forced], axis=0)
+        result.costs[PERPLEXITY][key] = losses
+        result.costs[DISAGREEMENT][key] = changed
+        perplexity = math.exp(losses.mean())
+        depth = float(np.mean([one.depth for one in forced]))
+        rise, agreement = perplexity / result.base - 1, 1 - float(changed.mean())
+        result.points.append(
+            Point(way, exits, leaving, depth, perplexity, rise, agreement, speedup)
         )
+
+    def draft(self, llm: LLM, exit_layer: int, num_drafts: int) -> None:
+        """Measures drafting by early exits, which must not change a token."""
+        config = dict(
+            method="early_exit", exit_layer=exit_layer, num_speculative_tokens=num_drafts
+        )
+        if self.args.calibration:
+            config["calibration"] = str(self.args.calibration)
+        drafting = self.start(speculative_config=config)
+        whole = self.free(llm, self.num_layers)
+        drafted = self.free(drafting, None)
+        same = np.mean(
+            [
+                np.array(a.token_ids) == np.array(b.token_ids)
+                for a, b in zip(whole, drafted)
+            ]
+        )
+        speedup = self.timed((drafting, None), (llm, self.num_layers))
+        point = Point(
+            DRAFTING, (exit_layer,), (num_drafts,), 1.0, self.result.base, 0.0,
+            float(same), speedup,
+        )  # fmt: skip
+        self.result.points.append(point)
+
+    def free(self, llm: LLM, max_depth: int | None) -> list:
+        """Generates without forced tokens."""
+        params = SamplingParams(
+            max_tokens=self.args.speed_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            max_depth=max_depth,
+        )
+        return self.generate(llm, [params] * len(self.windows))
 
     def speedup(self, llm: LLM, max_depth: int | None) -> float:
         """Times as fast as exempt requests, in decode steps."""
+        return self.timed((llm, max_depth), (llm, self.num_layers))
+
+    def timed(self, way: tuple[LLM, int | None], base: tuple[LLM, int]) -> float:
+        """Times as fast as the other way, the median of rounds by turns; both are an
+        engine and the `max_depth` of its requests. NaN without rounds."""
         ratios = []
         for round_ in range(self.args.speed_rounds + 1):
             seconds = {}
-            pair = [max_depth, self.num_layers]
-            for depth in pair if round_ % 2 else reversed(pair):
-                params = SamplingParams(
-                    max_tokens=self.args.speed_tokens,
-                    temperature=0.0,
-                    ignore_eos=True,
-                    detokenize=False,
-                    max_depth=depth,
-                )
-                self.generate(llm, [params] * len(self.windows))
-                seconds[depth] = self.decoding
-            ratios.append(seconds[self.num_layers] / seconds[max_depth])
+            pair = [("way", way), ("base", base)]
+            for name, one in pair if round_ % 2 else reversed(pair):
+                self.free(*one)
+                seconds[name] = self.decoding
+            ratios.append(seconds["base"] / seconds["way"])
         return statistics.median(ratios[1:]) if ratios[1:] else math.nan
 
 
-def read_windows(args: argparse.Namespace) -> np.ndarray:
-    """int64 `[sequences, prompt + forced]`: the beginnings of texts."""
+class Forced(NamedTuple):
+    """What came of a forced text."""
+
+    logprobs: np.ndarray  # float64 [sequences, decode steps], of the forced tokens
+    greedy: np.ndarray  # int64 [sequences, decode steps], the most probable ones
+    depth: float  # mean share of the layers
+
+
+def read_windows(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Windows of the texts, as many of each as can be.
+
+    Each begins as the tokenizer begins a text. No more than some windows of a text are
+    held.
+
+    Returns:
+        int64 `[sequences, prompt + forced]`, and the text that each is of, `[sequences]`.
+    """
     tokenizer = calibrate.load_tokenizer(args.model)
     texts = calibrate.read_texts(args, held_out=True)
     length = args.prompt_length + args.forced_length
-    # First the beginnings of all texts, then what follows in each.
-    rows, windows = [], []
-    for text in map("".join, map(calibrate.chunks_of, texts)):
-        rows.append(tokenizer(text, verbose=False)["input_ids"])
-        if len(rows[-1]) >= length:
-            windows.append(rows[-1][:length])
-        if len(windows) == args.sequences:
+    prefix = tokenizer.encode("")
+    encoder = Encoder(tokenizer, special_tokens=False)
+
+    def windows_of(text: calibrate.Text, most: int) -> list[list[int]]:
+        pieces = encode_stream(encoder, calibrate.chunks_of(text))
+        parts = calibrate.parts_of(pieces, length - len(prefix))
+        windows = (prefix + part for part in parts)
+        return [*islice((w for w in windows if len(w) == length), most)]
+
+    order = random.Random(0).sample(range(len(texts)), len(texts))
+    most, found = math.ceil(args.sequences / len(texts)), -1
+    while True:
+        rows = {index: windows_of(texts[index], most) for index in order}
+        before, found = found, sum(map(len, rows.values()))
+        if found >= args.sequences or found == before:
             break
-    for row in rows:
-        starts = range(length, len(row) - length + 1, length)
-        windows += [row[start : start + length] for start in starts]
-    if len(windows) < args.sequences:
+        most *= 2
+    if found < args.sequences:
         sys.exit(
-            f"--sequences {args.sequences}: the text has {len(windows)} windows of "
+            f"--sequences {args.sequences}: the text has {found} windows of "
             f"{length} tokens"
         )
-    return np.array(windows[: args.sequences])
-
-
-def closed(points: list[Point], point: Point) -> float | None:
-    """Share of the gap between random and oracle that a way closes."""
-    by_way = {
-        p.way: p.perplexity
-        for p in points
-        if (p.exits, p.leaving) == (point.exits, point.leaving)
-    }
-    if point.way in (RANDOM, ORACLE, UNIFORM) or not {RANDOM, ORACLE} <= set(by_way):
-        return None
-    gap = by_way[RANDOM] - by_way[ORACLE]
-    return (by_way[RANDOM] - point.perplexity) / gap if gap > 0 else None
-
-
-def interval(sweep: Sweep, point: Point) -> tuple[float, float] | None:
-    """95 % interval of that share, over the choice of sequences.
-
-    None where they are fewer than eight, or the gap is not above 0 in all but 2.5 % of
-    the choices: a share of it then means nothing.
-    """
-    ways = RANDOM, ORACLE, point.way
-    plan = point.exits, point.leaving
-    losses = np.stack([sweep.losses[way, *plan] for way in ways])
-    size = losses.shape[1]
-    drawn = np.random.default_rng(0).integers(size, size=(2000, size))
-    random, oracle, own = np.exp(losses[:, drawn].mean(2))
-    if size < 8 or np.mean(random <= oracle) > 0.025:
-        return None
-    random, oracle, own = (x[random > oracle] for x in (random, oracle, own))
-    low, high = np.percentile((random - own) / (random - oracle), [2.5, 97.5])
-    return low, high
-
-
-def gap_closed(sweep: Sweep, point: Point) -> str:
-    share = closed(sweep.points, point)
-    if share is None:
-        return ""
-    found = interval(sweep, point)
-    if found is None:
-        return "not resolved"
-    return "{:.0%} ({:.0%} to {:.0%})".format(share, *found)
-
-
-def show(sweep: Sweep) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("way", no_wrap=True)
-    for name in ("exit", "leaving", "mean depth", "perplexity", "rise", "agreement",
-                 "speed-up", "gap closed"):  # fmt: skip
-        table.add_column(name, justify="right")
-    table.add_row(
-        FULL, f"{sweep.num_layers}", "", "1.00", f"{sweep.base:.3f}", "", "1.000"
-    )
-    for p in sorted(sweep.points, key=lambda p: (len(p.exits), p.exits, p.leaving)):
-        table.add_row(
-            p.way, ", ".join(map(str, p.exits)),
-            ", ".join(f"{share:.0%}" for share in p.leaving), f"{p.mean_depth:.2f}",
-            f"{p.perplexity:.3f}", f"{p.rise:+.1%}", f"{p.agreement:.3f}",
-            "" if math.isnan(p.speedup) else f"{p.speedup:.2f}×",
-            gap_closed(sweep, p),
-        )  # fmt: skip
-    tokens = sweep.windows.shape[0] * (sweep.args.forced_length - 1)
-    Console(width=100).print(
-        f"{tokens} tokens decoded at each point, {sweep.args.sequences} at a time;",
-        f"{'eager' if sweep.args.enforce_eager else 'compiled'}, {sweep.args.dtype}",
-        table,
-    )
-
-
-def write_csv(path: Path, points: list[Point]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([field.name for field in fields(Point)])
-        for point in points:
-            columns = astuple(point)
-            writer.writerow(
-                "+".join(map(str, c)) if isinstance(c, tuple) else c for c in columns
-            )
-
-
-def draw(path: Path, sweep: Sweep) -> None:
-    """Perplexity and agreement against depth and against speed."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    ways = [UNIFORM, *sweep.args.ways]
-    costs = [("rise", "rise of perplexity"), ("agreement", "greedy agreement")]
-    gains = [("mean_depth", "mean depth, share of the layers")]
-    if sweep.args.speed_rounds:
-        gains.append(("speedup", "speed-up"))
-    figure, axes = pyplot.subplots(
-        2, len(gains), figsize=(5 * len(gains), 7), squeeze=False, sharey="row",
-        constrained_layout=True,
-    )  # fmt: skip
-    for row, (cost, cost_label) in zip(axes, costs):
-        for axis, (gain, gain_label) in zip(row, gains):
-            for number, way in enumerate(ways):
-                own = [p for p in sweep.points if p.way == way]
-                own.sort(key=lambda p: p.mean_depth)
-                for nth, exits in enumerate(dict.fromkeys(p.exits for p in own)):
-                    line = [p for p in own if p.exits == exits]
-                    axis.plot(
-                        [getattr(p, gain) for p in line],
-                        [getattr(p, cost) for p in line],
-                        marker="o" if way != UNIFORM else "x",
-                        linestyle="-" if len(exits) == 1 else ":",
-                        color=f"C{number}",
-                        label=None if nth else way,
-                    )
-            axis.plot(1.0, 0.0 if cost == "rise" else 1.0, "k*", label=FULL)
-            axis.set_xlabel(gain_label)
-            axis.grid(alpha=0.3)
-        row[0].set_ylabel(cost_label)
-    axes[0, 0].legend()
-    exits = ", ".join(map(str, sweep.args.cutoffs))
-    mixed = "; dotted: several in one step" if sweep.args.mix else ""
-    figure.suptitle(f"{Path(sweep.args.model).name}: exits after {exits} layers{mixed}")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    # The first of each text, then the second of each: few texts count as evenly as many.
+    ranked = [
+        (rank, index) for rank in range(most) for index in order if rank < len(rows[index])
+    ][: args.sequences]
+    windows = [rows[index][rank] for rank, index in ranked]
+    return np.array(windows), np.array([index for _, index in ranked])
 
 
 if __name__ == "__main__":
-    # Policies are looked up by name: in this file's module, not in `__main__`.
-    import utio_tradeoff
-
     with interruptible():
-        utio_tradeoff.main()
+        main()

@@ -89,7 +89,12 @@ def routed(monkeypatch):
 
 
 def save_probes(
-    folder, hidden_size: int, cutoffs=CUTOFFS[:-1], translators=False, **metadata
+    folder,
+    hidden_size: int,
+    cutoffs=CUTOFFS[:-1],
+    translators=False,
+    acceptance=False,
+    **metadata,
 ) -> str:
     generator = torch.Generator().manual_seed(5)
 
@@ -111,6 +116,13 @@ def save_probes(
             "translator_weight_1": normal(width, hidden_size) / hidden_size**0.5,
             "translator_bias_1": normal(width),
             "translator_weight_2": normal(hidden_size, width) / width**0.5,
+        }
+    for kind in ("greedy", "sampled") if acceptance else ():
+        tensors |= {
+            f"acceptance_{kind}_weight_1": normal(width, hidden_size) / hidden_size**0.5,
+            f"acceptance_{kind}_bias_1": normal(width),
+            f"acceptance_{kind}_weight_2": normal(width),
+            f"acceptance_{kind}_bias_2": normal(),
         }
     file = str(folder / "probes.safetensors")
     about = {

@@ -161,3 +161,13 @@ def test_a_whole_text_after_the_beginning_of_sequence_token(server, llama, field
     ids = choice["prompt_token_ids"]
     assert len(ids) > 2
     assert_choice(choice, llama, ids, ids[1:], others)
+
+
+@pytest.mark.parametrize("fields", [{"target_text": TEXT}, {"continuations": [TEXT]}])
+def test_an_empty_prompt_without_special_tokens(server, fields):
+    """The prompt is what has to change, so the error names it."""
+    body = {"model": MODEL, "max_tokens": 0, "add_special_tokens": False} | fields
+    error = server.refusal(COMPLETIONS, body | {"prompt": ""})
+    assert error["param"] == "prompt", error
+    assert "must not be empty" in error["message"], error
+    server.ask(**body | {"prompt": "a"})

@@ -100,6 +100,9 @@ def ways(calibration: Path) -> dict[str, dict]:
         ),
         "exit after 1, k = 1": dict(speculative=early_exit(1, 1, 0), **compiled),
         "exit after 2, k = 2": dict(speculative=early_exit(2, 2, 0), **compiled),
+        "n-gram, else exit after 1, k ≤ 3, chance ≥ 0.15": dict(
+            speculative=early_exit(1, 3, 0.15, **window), **compiled
+        ),
         "exit after 2, k = 2, eager": dict(speculative=early_exit(2, 2, 0), **eager),
     }
 

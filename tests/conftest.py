@@ -176,7 +176,6 @@ def engine(runner: str, model_folder):
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
-
     from vllm.distributed import parallel_state
 
     @cache

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting by early exits against plain decoding and n-gram lookup.
 
+    .venv/bin/python examples/utio_calibrate.py --cutoffs 1 2 --tokens 80000 --output FILE
     taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
 
 The reference model, which was trained with early exits, is inflated to width 1,024, so
 that its products cost what those of a model in use cost (`inflate.py`; what it computes
 stays the same). FILE is what `examples/utio_calibrate.py --cutoffs 1 2` fitted to it.
-Each way is an engine in a process of its own. They answer the same prompts, of held-out
-source files, by turns; a ratio is one turn's tokens a second by those of the plain engine
-in the same round. Prefill is part of a turn, and short.
+Each way is an engine in a process of its own, compiled where its name does not say eager.
+They answer the same prompts, of held-out source files, by turns; a ratio is one turn's
+tokens a second by those of a plain engine in the same round. Prefill is part of a turn, and
+short.
 
 *tokens a round* are the tokens that a request gets from a pass through all layers;
 *ideal* is what that would gain if a pass and a draft cost what the weights say that they
@@ -28,6 +30,7 @@ from processes import Worker
 REFERENCE = processes.ROOT / "examples" / "reference_model"
 NUM_LAYERS = 12
 PROMPT = 64
+PLAIN, PLAIN_EAGER = "plain", "plain, eager"
 
 
 class Engine:
@@ -42,7 +45,7 @@ class Engine:
             enforce_eager=eager,
             max_model_len=512,
             max_num_seqs=32,
-            kv_cache_memory_bytes=2**30,
+            kv_cache_memory_bytes=2**28,
             enable_prefix_caching=False,
             disable_log_stats=False,
             speculative_config=speculative,
@@ -76,25 +79,32 @@ class Engine:
         return np.array([values[key].value if key in values else 0 for key in keys])
 
 
-def ways(calibration: Path) -> dict[str, dict | None]:
-    """Of each way, its `speculative_config`."""
+def ways(calibration: Path) -> dict[str, dict]:
+    """Of each way, the options of its engine."""
 
-    def early_exit(exit_layer: int, most: int, **options) -> dict:
+    def early_exit(exit_layer: int, most: int, least: float, **others) -> dict:
         return dict(
             method="early_exit", exit_layer=exit_layer, num_speculative_tokens=most,
-            calibration=str(calibration), **options,
+            calibration=str(calibration), min_acceptance=least, **others,
         )  # fmt: skip
 
+    window = dict(prompt_lookup_max=4, prompt_lookup_min=2)
+    ngram = dict(method="ngram", num_speculative_tokens=3, **window)
+    compiled, eager = dict(eager=False), dict(eager=True)
     return {
-        "plain": None,
-        "n-gram, k = 3": dict(
-            method="ngram", num_speculative_tokens=3, prompt_lookup_max=4,
-            prompt_lookup_min=2,
+        PLAIN: dict(speculative=None, **compiled),
+        PLAIN_EAGER: dict(speculative=None, **eager),
+        "n-gram, k = 3": dict(speculative=ngram, **compiled),
+        "exit after 1, k ≤ 6, chance ≥ 0.15": dict(
+            speculative=early_exit(1, 6, 0.15), **compiled
         ),
-        "exit after 1, k ≤ 4, chance ≥ 0.25": early_exit(1, 4, min_acceptance=0.25),
-        "exit after 1, k = 1": early_exit(1, 1, min_acceptance=0.0),
-        "exit after 2, k = 2": early_exit(2, 2, min_acceptance=0.0),
-    }  # fmt: skip
+        "exit after 1, k = 1": dict(speculative=early_exit(1, 1, 0), **compiled),
+        "exit after 2, k = 2": dict(speculative=early_exit(2, 2, 0), **compiled),
+        "n-gram, else exit after 1, k ≤ 3, chance ≥ 0.15": dict(
+            speculative=early_exit(1, 3, 0.15, **window), **compiled
+        ),
+        "exit after 2, k = 2, eager": dict(speculative=early_exit(2, 2, 0), **eager),
+    }
 
 
 def inflated() -> Path:
@@ -136,11 +146,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--cases", nargs="+", metavar="BATCH:TEMPERATURE",
+        default=[f"{batch}:{temperature}" for batch in (1, 2, 4, 8) for temperature in (1, 0)],
+    )  # fmt: skip
+    parser.add_argument(
+        "--ways", nargs="+", metavar="WORD", help="only plain ones, and those with a word"
+    )
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     model = inflated()
     sys.path.insert(0, str(REFERENCE))
@@ -148,17 +162,19 @@ def main() -> None:
 
     wide = processes.BUILD / "models" / "inflated-calibration.safetensors"
     inflate.inflate_calibration(args.calibration, wide, 4)
-    prompts = read_prompts(args.rounds * max(args.batch_sizes))
-    workers = {name: Worker(__file__, "v1") for name in ways(wide)}
+    cases = [(int(batch), float(t)) for batch, t in (x.split(":") for x in args.cases)]
+    prompts = read_prompts(args.rounds * max(batch for batch, _ in cases))
+    chosen = {
+        name: options
+        for name, options in ways(wide).items()
+        if not args.ways or any(word in name for word in ("plain", *args.ways))
+    }
+    workers = {name: Worker(__file__, "v1") for name in chosen}
     try:
-        for name, speculative in ways(wide).items():
-            workers[name].call(
-                "start", model=str(model), dtype=args.dtype, eager=args.eager,
-                speculative=speculative,
-            )  # fmt: skip
-        for temperature in args.temperatures:
-            for batch in args.batch_sizes:
-                compare(args, workers, ways(wide), prompts, batch, temperature)
+        for name, options in chosen.items():
+            workers[name].call("start", model=str(model), dtype=args.dtype, **options)
+        for batch, temperature in cases:
+            compare(args, workers, chosen, prompts, batch, temperature)
     finally:
         for worker in workers.values():
             worker.__exit__()
@@ -178,11 +194,16 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
             counts[name] += found["counts"]
     generated = args.rounds * batch * (args.tokens - 1)  # the first one is prefill's
     rows = []
-    for name, speculative in ways.items():
+    for name, options in ways.items():
+        speculative = options["speculative"]
         drafted, accepted = counts[name][1:]
         rounds = generated - accepted
-        ratios = [a / b for a, b in zip(seconds["plain"], seconds[name])]
+        ratios = [
+            processes.ratio([a / b for a, b in zip(seconds[plain], seconds[name])])
+            for plain in (PLAIN, PLAIN_EAGER)
+        ]
         ideal = generated / rounds
+        mixed = speculative and {"exit_layer", "prompt_lookup_max"} <= speculative.keys()
         if speculative and "exit_layer" in speculative:
             ideal /= 1 + draft_cost(speculative["exit_layer"]) * drafted / rounds
         rate = batch * args.tokens / statistics.median(seconds[name])
@@ -191,17 +212,16 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
             f"{accepted / drafted:.2f}" if drafted else "",
             f"{drafted / rounds:.2f}" if drafted else "",
             f"{generated / rounds:.2f}",
-            f"{ideal:.2f}",
-            processes.ratio(ratios),
+            "" if mixed else f"{ideal:.2f}",  # which drafts were free is not known
+            *ratios,
             f"{rate:.1f}",
         ])  # fmt: skip
     kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    mode = "eager" if args.eager else "compiled"
     processes.show(
-        f"drafting-{mode}-{batch}-{temperature:g}",
-        f"Drafting, batch {batch}, {kind}, {mode}, {args.dtype}",
-        ["way", "accepted", "drafts a round", "tokens a round", "ideal", "speed-up",
-         "tokens a second"],
+        f"drafting-{batch}-{temperature:g}",
+        f"Drafting, batch {batch}, {kind}, {args.dtype}",
+        ["way", "accepted", "drafts a round", "tokens a round", "ideal",
+         "times plain", "times plain, eager", "tokens a second"],
         rows,
     )  # fmt: skip
 

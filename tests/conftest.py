@@ -176,9 +176,13 @@ def engine(runner: str, model_folder):
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
+    from vllm.distributed import parallel_state
 
     @cache
     def start(family: str, **options) -> LLM:
+        if "moe" in family and parallel_state._EP is None:
+            # The process's first engine, which makes the groups, has no experts.
+            parallel_state._EP = parallel_state._TP
         llm = LLM(model=str(model_folder(family)), **(engine_options() | options))
         uses_v2 = llm.llm_engine.vllm_config.use_v2_model_runner
         assert uses_v2 == (runner == "v2"), "vLLM fell back to the other runner"

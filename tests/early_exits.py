@@ -8,12 +8,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from depth_routing import model_runner
 from safetensors.numpy import save_file
+from scipy.stats import chisquare
 from scoring import prompt
 from tiny_models import CONFIGS
 
 TIE = 1e-4
 """Greedy tokens may differ where logits differ by less, in float32."""
-FAMILIES = ("deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt")
+FAMILIES = (
+    "deep_llama",
+    "deep_mistral",
+    "deep_qwen2",
+    "deep_qwen3",
+    "deep_qwen3_moe",
+    "deep_opt",
+)
 
 
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
@@ -49,24 +57,31 @@ class Watched:
 
     counts: list[int] = field(default_factory=list)  # of each request and round
     resumed: int = 0  # steps that began after the first layers
+    looked_up: int = 0  # requests' rounds whose drafts were looked up
 
 
 @contextmanager
 def watched(llm) -> Iterator[Watched]:
     """Watches an engine in this process (reaches into its private parts)."""
     early_exit = model_runner(llm).depth_router
-    found, draft, before = Watched(), early_exit.draft, early_exit.num_resumed
+    found, before = Watched(), early_exit.num_resumed
+    draft, look_up = early_exit.draft, early_exit.look_up
 
     def watching(*args):
         drafts = draft(*args)
         found.counts += drafts.counts.tolist()
         return drafts
 
-    early_exit.draft = watching
+    def watching_lookup(*args):
+        drafts = look_up(*args)
+        found.looked_up += len(drafts)
+        return drafts
+
+    early_exit.draft, early_exit.look_up = watching, watching_lookup
     try:
         yield found
     finally:
-        del early_exit.draft
+        del early_exit.draft, early_exit.look_up
         found.resumed = early_exit.num_resumed - before
 
 
@@ -83,6 +98,17 @@ def assert_greedy(oracle, ids: list[int], completion, count: int, pick=None) -> 
         logits = logits + pick
     chosen = np.take_along_axis(logits, np.array(answer)[:, None], axis=1)[:, 0]
     assert (chosen >= logits.max(axis=1) - TIE).all()
+
+
+def pvalue(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Chi-square of counts, [tokens], with rare tokens taken together. 1 if all are
+    rare."""
+    common = expected >= 5
+    if common.all():
+        return chisquare(counts, expected).pvalue
+    counts = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    return chisquare(counts, expected).pvalue if len(counts) > 1 else 1.0
 
 
 def random_prompts(count: int, vocabulary: int, longest: int, seed: int = 0):

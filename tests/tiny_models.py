@@ -26,6 +26,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 BOS, EOS = "<s>", "</s>"
@@ -80,6 +81,14 @@ CONFIGS = {
     "deep_mistral": MistralConfig(sliding_window=48, **_DEEP, **_DECODER),
     "deep_qwen2": Qwen2Config(tie_word_embeddings=True, **_DEEP, **_DECODER),
     "deep_qwen3": Qwen3Config(head_dim=64, **_DEEP, **_DECODER),
+    "deep_qwen3_moe": Qwen3MoeConfig(
+        head_dim=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        **_DEEP,
+        **_DECODER,
+    ),
     "deep_opt": OPTConfig(word_embed_proj_dim=128, **_DEEP, **_OPT),
     # As OPT 350m: norms after the sums, no final one, narrower embeddings.
     "deep_opt_post": OPTConfig(

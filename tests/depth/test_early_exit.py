@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting with a model's first layers loses nothing: tokens, keys and distributions."""
+"""Drafting with a model's first layers loses nothing: tokens, keys and distributions.
+
+PROMPTS=300 takes so many prompts of each family, and so many that are preempted;
+DRAWS=50000 draws so many tokens (test_early_exit_draws.py, test_early_exit_lookup.py).
+"""
+
+import os
 
 import numpy as np
 import pytest
@@ -42,6 +48,10 @@ def llama(oracle):
     return oracle("deep_llama")
 
 
+def num_prompts(default: int) -> int:
+    return int(os.environ.get("PROMPTS", default))
+
+
 # Greedy tokens, against Hugging Face in float32
 
 
@@ -49,7 +59,7 @@ def llama(oracle):
 def test_greedy_tokens_are_the_models(engine, oracle, family, runner):
     """Prompts in chunks beside requests that decode, more of them than run at once."""
     llm = start(engine, options(), family)
-    count = 60 if runner == "v1" else 12
+    count = num_prompts(60 if runner == "v1" else 12)
     prompts = random_prompts(count, VOCABULARY, 120)
     with watched(llm) as drafted:
         completions = generate(llm, prompts, params(12))
@@ -153,7 +163,7 @@ def test_preempted_requests(engine, llama, monkeypatch):
         return preempt(request, *args, **kwargs)
 
     monkeypatch.setattr(scheduler, "_preempt_request", watching)
-    prompts = [random_ids(70 + n, VOCABULARY, 60) for n in range(6)]
+    prompts = [random_ids(70 + n, VOCABULARY, 60) for n in range(num_prompts(6))]
     for ids, completion in zip(prompts, generate(llm, prompts, params(50))):
         assert_greedy(llama, ids, completion, 50)
     assert preempted, "the cache was large enough"
@@ -260,3 +270,18 @@ def test_greedy_and_drawn_tokens_in_one_batch(llm, llama):
     for n in range(0, 8, 2):
         assert_greedy(llama, prompts[n], completions[n], 15)
     assert all(len(completion.token_ids) == 15 for completion in completions)
+
+
+# What cannot draft
+
+
+@pytest.mark.parametrize(
+    "family, named",
+    [
+        ("gemma3_text", "Gemma3ForCausalLM: its layer loop has no max_depth"),
+        ("qwen2_moe", "Qwen2MoeForCausalLM: its layer loop has no max_depth"),
+    ],
+)
+def test_other_families_are_refused_by_name(engine, family, named):
+    with pytest.raises(ValueError, match=f"'early_exit' does not support {named}"):
+        start(engine, options(), family)

@@ -5,6 +5,7 @@ import pytest
 from compiling import compiling
 from depth_routing import model_runner
 from early_exits import (
+    FAMILIES,
     HIDDEN,
     VOCABULARY,
     assert_greedy,
@@ -44,9 +45,7 @@ def assert_right(llm, oracle, seed: int) -> None:
         assert_greedy(oracle, ids, completion, 12)
 
 
-@pytest.mark.parametrize(
-    "family", ["deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_the_models(compiled, oracle, runner, family):
     if runner == "v2" and family != "deep_llama":
         pytest.skip("both runners trace the same code of a model")

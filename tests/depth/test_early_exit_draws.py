@@ -9,12 +9,13 @@ from early_exits import (
     HIDDEN,
     VOCABULARY,
     options,
+    pvalue,
     save_calibration,
     start,
     watched,
 )
 from oracle import log_softmax
-from scipy.stats import chisquare, norm
+from scipy.stats import norm
 from scoring import params, prompt, random_ids
 
 PROMPT = random_ids(40, VOCABULARY, 12)
@@ -73,11 +74,3 @@ def surprise(model, answers: np.ndarray, temperature: float) -> float:
         variance += (probs * (logprobs - means[:, None]) ** 2).sum()
     return 2 * norm.sf(abs(distance) / variance**0.5)
 
-
-def pvalue(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Chi-square of counts, [vocabulary], with rare tokens taken together. 1 if all are
-    rare."""
-    common = expected >= 5
-    counts = np.append(counts[common], counts[~common].sum())
-    expected = np.append(expected[common], expected[~common].sum())
-    return chisquare(counts, expected).pvalue if len(counts) > 1 else 1.0

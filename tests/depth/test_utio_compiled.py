@@ -26,7 +26,14 @@ from depth_cutoffs import requests as cutoff_requests
 from depth_cutoffs import routed, save_probes  # noqa: F401
 from tiny_models import CONFIGS
 
-FAMILIES = ("deep_llama", "deep_mistral", "deep_qwen2", "deep_qwen3", "deep_opt")
+FAMILIES = (
+    "deep_llama",
+    "deep_mistral",
+    "deep_qwen2",
+    "deep_qwen3",
+    "deep_qwen3_moe",
+    "deep_opt",
+)
 SEGMENTS = len(CUTOFFS)
 
 

@@ -171,21 +171,27 @@ def test_page_and_plots(whole):
         assert "</svg>" in (output / f"{name}.svg").read_text()
 
 
-def test_a_model_that_fails_is_reported_and_the_others_are_not_held_up(
+def test_models_that_fail_are_reported_and_the_others_are_not_held_up(
     runner, plan, whole, tmp_path
 ):
     """In the folder of the whole run, of which nothing is scored again."""
     content = yaml.safe_load(plan.read_text())
     other = save_model("qwen2", tmp_path / "qwen2")
-    content["candidates"].insert(0, {"path": str(other)})
+    damaged = save_model("llama", tmp_path / "damaged") / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    paths = [other, damaged.parent]
+    content["candidates"][:0] = [{"path": str(path)} for path in paths]
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(content))
     before = scored(whole[0])
     process = start(runner, path, whole[0])
     _, error = process.communicate(timeout=2 * PATIENCE)
-    assert process.returncode == 1 and "qwen2 failed" in error
+    assert process.returncode == 1 and error.endswith("error: qwen2, damaged failed\n")
     assert scored(whole[0]) == before
     report = json.loads((whole[0] / "report.json").read_text())
     assert [model["model"] for model in report["models"]] == ["noisy", "itself"]
-    assert "the same vocabulary" in report["failed"][0]["error"]
+    for row, said in zip(report["failed"], ("the same vocabulary", "safetensors")):
+        assert said in row["error"]
+    page = (whole[0] / "report.md").read_text()
+    assert "qwen2 failed: " in page and "damaged failed: " in page
     assert os.listdir(whole[0] / "models" / "qwen2") == ["model.json"]

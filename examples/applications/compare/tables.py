@@ -68,7 +68,7 @@ PERPLEXITY = [
 ]  # fmt: skip
 DIVERGENCE = [
     Column("KL, nats", lambda f: with_error(f["kl"]["estimate"]),
-           lambda f: f["kl"]["estimate"]["mean"]),
+           lambda f: kl_mean(f)),
     Column("KL at least", lambda f: with_error(f["kl"]["lower_bound"]),
            lambda f: f["kl"]["lower_bound"]["mean"]),
     Column("median", lambda f: kl_percentile(f, "p50"), lambda f: kl_of(f, "p50")),
@@ -97,6 +97,10 @@ SECTIONS = {
     "Choices, and the right token's probability": CHOICES,
 }
 """One table each."""
+
+
+def kl_mean(figures: Figures) -> float:
+    return figures["kl"]["estimate"]["mean"]
 
 
 def kl_of(figures: Figures, name: str) -> float:
@@ -250,9 +254,10 @@ def show(report: dict[str, Any], models: list[dict[str, Any]]) -> None:
     for title, columns in SECTIONS.items():
         names = ["model", *(column.heading for column in columns)]
         console.print(new_table(title, names, section_rows(columns, good, report)))
-    for title in ("KL, nats", "Same top token"):
+    short = DIVERGENCE[0]._replace(text=lambda f: text_of(kl_mean(f), ".3g"))
+    for title, column in {"KL, nats": short, "Same top token": CHOICES[0]}.items():
         if good:
-            names, texts = by_confidence(good, CONFIDENCE_COLUMNS[title], floor)
+            names, texts = by_confidence(good, column, floor)
             console.print(
                 new_table(f"{title}, by the reference's confidence", ["model", *names], texts)
             )

@@ -98,7 +98,7 @@ def load(path: str) -> Any:
 
     options = {}
     if getattr(AutoConfig.from_pretrained(path), "quantization_config", None):
-        options["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **options).eval()
 
 

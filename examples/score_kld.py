@@ -149,6 +149,7 @@ def make_references(
     with tqdm(desc=f"the top {args.top_k}", unit="pos", disable=None) as bar:
         for number, call in enumerate(calls(windows, limit)):
             part = make_reference(llm, call, args.top_k, args.tail_samples, number)
+            check_no_nan(part.next_logprobs, part.logprobs, part.tail_logprobs)
             yield part
             bar.update(len(part.next_logprobs))
 
@@ -185,7 +186,7 @@ def compare_all(
             bar.update(len(reference.next_logprobs))
     next_logprobs, tails = map(np.concatenate, zip(*few))
     result = join(parts)
-    check_no_nan(result.kl[:, None])
+    check_no_nan(result.kl)
     return result, next_logprobs, tails
 
 

@@ -15,7 +15,18 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "applications"))
 from compare import figures
 from compare.divergence import estimate_tail, terms
 from compare.figures import Positions, standard_error, summarize
-from compare.tables import CHOICES, DIVERGENCE, PERPLEXITY, WITHIN_NOISE, cell
+from compare.page import write_page
+from compare.plots import draw
+from compare.run import without_nan
+from compare.tables import (
+    CHOICES,
+    DIVERGENCE,
+    PERPLEXITY,
+    WITHIN_NOISE,
+    by_confidence,
+    cell,
+    show,
+)
 
 
 def positions(count: int, seed: int = 0, loss: float = 0.1) -> Positions:
@@ -125,11 +136,85 @@ def test_the_draws_error_is_that_of_the_draws():
     assert variances.mean() == pytest.approx(estimates.var(), rel=0.1)
 
 
+def test_each_bucket_has_the_figures_of_the_whole():
+    report = summarize(positions(5000), 10_000)
+    of_text = {"non_finite", "bits_per_byte", "reference_bits_per_byte", "tail_mass"}
+    for row in report["by_confidence"]:
+        assert {*report} - {*row} == of_text | {"by_confidence"}
+        assert {*report["delta_p"]} - {*row["delta_p"]} == {"histogram"}
+        assert row["delta_p"]["percentiles"]["min"] < 0
+
+
+def result(name: str, it: Positions, fewer: float | None = 0.1) -> dict:
+    """As of a model that was scored."""
+    figures = summarize(it, 10_000) | {"kl_lower_bound_of_fewer_candidates": {1: fewer}}
+    return without_nan({
+        "model": name, "dtype": "float32", "quantization": "None", "size_on_disk": 3,
+        "tokens_per_second": 1.0, "figures": figures,
+    })  # fmt: skip
+
+
+def report_of(models: list[dict], floor: dict | None) -> dict:
+    reference = {
+        "model": "source", "dtype": "float32", "quantization": "None", "vllm": "0",
+        "size_on_disk": 9, "tokens_per_second": 1.0, "non_finite": 0, "bytes": 1,
+        "bytes_of_all_logits_in_float16": 2,
+    }  # fmt: skip
+    plan = {
+        "texts": {"text": ["a.txt"], "dataset_split": "test", "text_column": "text"},
+        "context_length": 8, "stride": None, "top_k": 4, "tail_samples": 2,
+    }  # fmt: skip
+    return {
+        "plan": plan, "reference": reference, "text": {"positions": 9, "windows": 1},
+        "noise_floor": floor, "models": models,
+        "failed": [{"model": "bad", "error": "log\nOSError: [/a] is no [model]"}],
+        "missing": ["bad", "late"],
+    }  # fmt: skip
+
+
+def broken(it: Positions, many: bool) -> Positions:
+    """Some rows, or all, that are not finite."""
+    which = np.arange(len(it.kl)) < (len(it.kl) if many else len(it.kl) // 2)
+    return it._replace(q_next=np.where(which, np.nan, it.q_next))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 70])
+def test_few_positions_and_rows_that_are_not_finite_are_reported(count, tmp_path, capsys):
+    """Each figure that is no number is an empty cell, and the rest is there."""
+    it = positions(count)
+    models = [result("fine", it), result("awful", it._replace(q_next=it.q_next - 2000))]
+    models += [result("half", broken(it, False)), result("none", broken(it, True), None)]
+    floor = result("noise floor", positions(count, loss=0.01))
+    report = report_of(models, floor)
+    everything = [floor, *models]
+    show(report, everything)
+    names = draw(report, everything, tmp_path)
+    write_page(report, everything, tmp_path / "report.md", names)
+    for text in (capsys.readouterr().out, (tmp_path / "report.md").read_text()):
+        assert "bad failed: OSError: [/a] is no [model]" in text
+        assert "late is not scored yet" in text
+        assert "None" not in text and "nan" not in text.split("KL(")[1]
+        first = text.split("correlation")[1].splitlines()
+        own = next(line for line in first if "source" in line)
+        assert f"{report['models'][0]['figures']['reference_perplexity']['value']:.4f}" in own
+    json.dumps(report, allow_nan=False)
+
+
+def test_buckets_that_the_first_model_lacks_are_shown(tmp_path):
+    it = positions(500)
+    confident = np.exp(it.p_top) > 0.5
+    first = result("first", it._replace(q_next=np.where(confident, np.nan, it.q_next)))
+    second = result("second", it)
+    headings, rows = by_confidence([first, second], DIVERGENCE[0], None)
+    assert len(headings) == len(second["figures"]["by_confidence"])
+    assert rows[0][-1] == "" != rows[1][-1]
+
+
 def test_what_is_within_the_noise_is_marked():
     floor = summarize(positions(3000, loss=0.01), 10_000)
     better = summarize(positions(3000, loss=0.001), 10_000)
     worse = summarize(positions(3000, loss=0.1), 10_000)
-    for column in (PERPLEXITY[1], DIVERGENCE[0], DIVERGENCE[3], CHOICES[4]):
+    for column in (*PERPLEXITY[:2], PERPLEXITY[3], DIVERGENCE[0], DIVERGENCE[3], CHOICES[4]):
         assert cell(column, better, floor).endswith(WITHIN_NOISE)
         assert not cell(column, worse, floor).endswith(WITHIN_NOISE)
         assert not cell(column, floor, floor).endswith(WITHIN_NOISE)

@@ -162,13 +162,102 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path):
 
 
 def test_restart_removes_nothing_but_a_comparison(given, tmp_path, capsys):
-    from compare.cli import restart
+    from compare.cli import check_restart
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "letter.txt").write_text("dear")
     with pytest.raises(SystemExit):
-        restart(new_parser(), tmp_path / "out")
+        check_restart(new_parser(), tmp_path / "out")
+    store = Store(tmp_path / "out")
+    store.open_for(plan(given))
+    write_json(store.reference.path(0), {})
+    check_restart(new_parser(), tmp_path / "out")
+    store.clear()
     assert (tmp_path / "out" / "letter.txt").exists()
+    assert store.reference.count() == 0
+    assert not (tmp_path / "out" / "comparison.json").exists()
+
+
+def test_weights_that_a_hub_sends_do_not_make_another_model(tmp_path, monkeypatch):
+    """The first run fetches them, so the second finds what the first did not."""
+    from compare.plan import Model
+    from compare.store import model_fingerprint, size_on_disk
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model = Model(path="someone/some-model")
+    before = model_fingerprint(model)
+    assert size_on_disk(model) is None
+    cache = tmp_path / "models--someone--some-model"
+    snapshot = cache / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_bytes(b"abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0123")
+    assert size_on_disk(model) == 3
+    assert model_fingerprint(model) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "nothing in the files"),
+        ("é".encode("latin-1"), "not UTF-8"),
+    ],
+)
+def test_a_text_without_characters_is_refused_before_an_engine_starts(
+    given, tmp_path, content, said, capsys
+):
+    from compare.cli import main
+
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", *map(str, given), "--text", str(path)])
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_of_a_run_without_a_whole_reference_is_refused(given, tmp_path, capsys):
+    from compare.cli import main
+
+    Store(tmp_path / "out").open_for(plan(given))
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *map(str, given)])
+    assert stopped.value.code == 2 and "not complete" in capsys.readouterr().err
+
+
+def test_options_beside_a_file_keep_the_rest_of_it(tmp_path):
+    path = tmp_path / "plan.yaml"
+    content = {"reference": MODEL, "texts": {"text": TEXT, "num_samples": 3}}
+    content["defaults"] = {"options": None, "dtype": "float32"}
+    content["candidates"] = None
+    path.write_text(yaml.safe_dump(content))
+    options = ["--limit-tokens", 7, "--option", "seed=1", "--output", tmp_path / "out"]
+    it = plan([path, *options])
+    assert it.texts.text == [Path(TEXT)] and it.texts.limit_tokens == 7
+    assert it.texts.num_samples == 3
+    assert it.reference.options == {"seed": 1} and it.reference.dtype == "float32"
+    other = plan([path, "--dataset", "wikitext", "--output", tmp_path / "out"])
+    assert other.texts.text is None and other.texts.num_samples is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("reference: a\nreference: b\n", "reference is there twice"),
+        ("reference: a\ndefaults: 3\n", "defaults"),
+        ("reference: a\ndefaults: {option: {}}\n", "defaults: option"),
+        ("reference: [a\n", "no YAML"),
+        ("", "a mapping is wanted"),
+    ],
+)
+def test_a_file_with_a_slip_is_refused(tmp_path, given, text, said, capsys):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        plan([path, *given, "--option", "seed=1"])
+    assert said in capsys.readouterr().err
 
 
 def test_a_line_that_a_kill_cut_off_is_written_again(tmp_path):
@@ -192,5 +281,19 @@ def test_a_file_that_a_kill_cut_off_does_not_count(tmp_path):
     partial = tmp_path / ".00001.safetensors.partial"
     partial.write_bytes(scores.path(0).read_bytes()[:50])
     assert scores.count() == 1 and not scores.has(1)
-    positions, seconds, fewer = scores.load_positions()
-    assert (len(positions.kl), seconds, fewer) == (3, 0.5, {1: 0.25})
+    positions, fewer = scores.load_positions()
+    assert (len(positions.kl), scores.seconds(), fewer) == (3, 0.5, {1: 0.25})
+
+
+def test_a_file_that_is_damaged_is_named(tmp_path, given, capsys):
+    from compare.cli import main
+
+    it = plan(given)
+    store = Store(tmp_path / "out")
+    store.open_for(it)
+    store.reference.path(0).write_bytes(b"damaged")
+    store.reference.described = {"dtype": "float32"}
+    write_json(store.text_path, {"calls": 1})
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *map(str, given)])
+    assert str(store.reference.path(0)) in str(stopped.value.code)

@@ -128,8 +128,11 @@ def test_after_a_kill_nothing_is_scored_twice_and_the_result_is_the_same(
     for report in (killed, undisturbed):
         del report["plan"]["noise_floor"], report["noise_floor"]
     assert without_times(killed) == without_times(undisturbed)
-    lines = (output / "results.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == killed["models"]
+    lines, expected = (
+        (folder / "results.jsonl").read_bytes().splitlines() for folder in (output, whole[0])
+    )
+    assert lines == expected[1:]  # byte for byte; the first is the noise floor's
+    assert [json.loads(line) for line in lines] == without_times(killed["models"])
 
     files = {path: path.read_bytes() for path in output.glob("*.*")}
     begin = time.monotonic()
@@ -168,21 +171,48 @@ def test_page_and_plots(whole):
         assert "</svg>" in (output / f"{name}.svg").read_text()
 
 
-def test_a_model_that_fails_is_reported_and_the_others_are_not_held_up(
+def test_the_bench_compares_three_ways_that_agree(runner, plan, whole):
+    noisy = yaml.safe_load(plan.read_text())["candidates"][0]["path"]
+    command = [sys.executable, PROGRAM, "bench", whole[0], "--candidate", noisy]
+    command += ["--positions", "40", "--full-positions", "40", "--repeat", "1"]
+    done = subprocess.run(
+        [*map(str, command)], env=runners.environment(runner), capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {}
+    for name in ("named tokens", "Transformers", "full vocabulary", "all logits, float16"):
+        line = next(x for x in done.stdout.splitlines() if x.startswith(f" {name} "))
+        rows[name] = line.removeprefix(f" {name} ").split()
+    named, transformers, full = (float(rows[name][1]) for name in [*rows][:3])
+    # The noisy one runs in bfloat16, whose divergence is a hundredth of that by noise.
+    assert full == pytest.approx(transformers, rel=0.05)
+    assert named == pytest.approx(full, rel=0.3)  # the draws' error
+    whole_file = int(rows["all logits, float16"][0].replace(",", ""))
+    assert whole_file == 40 * 1000 * 2 + 128  # the header of NumPy's format
+
+
+def test_models_that_fail_are_reported_and_the_others_are_not_held_up(
     runner, plan, whole, tmp_path
 ):
     """In the folder of the whole run, of which nothing is scored again."""
     content = yaml.safe_load(plan.read_text())
     other = save_model("qwen2", tmp_path / "qwen2")
-    content["candidates"].insert(0, {"path": str(other)})
+    damaged = save_model("llama", tmp_path / "damaged") / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    paths = [other, damaged.parent]
+    content["candidates"][:0] = [{"path": str(path)} for path in paths]
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(content))
     before = scored(whole[0])
     process = start(runner, path, whole[0])
     _, error = process.communicate(timeout=2 * PATIENCE)
-    assert process.returncode == 1 and "qwen2 failed" in error
+    assert process.returncode == 1 and error.endswith("error: qwen2, damaged failed\n")
     assert scored(whole[0]) == before
     report = json.loads((whole[0] / "report.json").read_text())
     assert [model["model"] for model in report["models"]] == ["noisy", "itself"]
-    assert "the same vocabulary" in report["failed"][0]["error"]
+    for row, said in zip(report["failed"], ("the same vocabulary", "safetensors")):
+        assert said in row["error"]
+    page = (whole[0] / "report.md").read_text()
+    assert "qwen2 failed: " in page and "damaged failed: " in page
     assert os.listdir(whole[0] / "models" / "qwen2") == ["model.json"]

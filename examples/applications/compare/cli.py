@@ -2,7 +2,6 @@
 """The command line: imports what it takes to read it, and no more."""
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,11 +54,11 @@ def new_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     quantize.add_arguments(make)
     make.set_defaults(run=run_quantize, parser=make)
-    bench = commands.add_parser("bench", help="time this way beside two others")
+    bench = commands.add_parser("bench", help="time and bytes, beside two other ways")
     bench.add_argument("folder", type=Path, metavar="OUTPUT",
                        help="of a run: its reference and its first windows")  # fmt: skip
-    bench.add_argument("--candidate", required=True, metavar="PATH",
-                       help="a model that Transformers reads")  # fmt: skip
+    bench.add_argument("--candidate", action="append", default=[], metavar="PATH",
+                       help="default: all of the run")  # fmt: skip
     bench.add_argument("--positions", type=int, default=2000)
     bench.add_argument("--full-positions", type=int, default=32, metavar="N",
                        help="of the full vocabulary: an object a word")  # fmt: skip
@@ -112,7 +111,7 @@ def read_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Any:
 
 def merge(content: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """The file's content with the options over it."""
-    from compare.plan import PlanError, parse_model, parse_value
+    from compare.plan import PlanError, checked_defaults, parse_model, parse_value
 
     for name in GIVEN:
         if getattr(args, name) is not None:
@@ -124,21 +123,29 @@ def merge(content: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     if args.candidates:
         content["candidates"] = [parse_model(text) for text in args.candidates]
     names = (*TEXTS, "dataset_split", "text_column")
-    if texts := {n: v for n in names if (v := getattr(args, n)) is not None}:
-        content["texts"] = texts
-    if args.option and not content.get("defaults"):
-        content["defaults"] = {}
+    texts = {n: v for n in names if (v := getattr(args, n)) is not None}
+    if texts:
+        named = any(n in texts for n in ("text", "held_out", "dataset"))
+        of_file = content.get("texts")
+        beside = of_file if isinstance(of_file, dict) and not named else {}
+        content["texts"] = beside | texts
+    options = {}
     for text in args.option:
         name, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"--option {text}: NAME=VALUE is wanted")
-        content["defaults"].setdefault("options", {})[name] = parse_value(value)
+        options[name] = parse_value(value)
+    if options:
+        defaults = checked_defaults(content)
+        beside = defaults.get("options") or {}
+        content["defaults"] = defaults | {"options": beside | options}
     return content
 
 
 def run_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     plan = read_plan(parser, args)
-    from compare.plan import PlanError
+    from compare.plan import PlanError, check_texts
+    from compare.reference import Refused
     from compare.report import write_report
     from compare.run import EngineError, run
     from compare.store import Store
@@ -146,10 +153,13 @@ def run_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.output.exists() and not args.output.is_dir():
         parser.error(f"--output: {args.output} is no folder")
     if args.restart:
-        restart(parser, args.output)
+        check_restart(parser, args.output)
     try:
+        check_texts(plan.texts)
         store = Store(args.output)
         with store.locked() as lock:
+            if args.restart:
+                store.clear()
             store.open_for(plan)
             failed = run(plan, store, lock)
             write_report(plan, store, failed)
@@ -159,22 +169,25 @@ def run_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         sys.exit(f"stopped; the same command goes on in {args.output}")
     except EngineError as error:
         sys.exit(f"error: {plan.reference.label}: {error}")
+    except Refused as error:
+        sys.exit(f"error: {error}; without that file, the same command makes it again")
     if failed:
         sys.exit(f"error: {', '.join(row['model'] for row in failed)} failed")
 
 
-def restart(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Removes what an earlier run left, and nothing else."""
+def check_restart(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """A parser error if the folder holds something else."""
     if not folder.exists():
         return
-    if any(folder.iterdir()) and not (folder / "comparison.json").exists():
+    others = [path for path in folder.iterdir() if path.name != ".lock"]
+    if others and not (folder / "comparison.json").exists():
         parser.error(f"--restart: {folder} holds no comparison")
-    shutil.rmtree(folder)
 
 
 def run_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     plan = read_plan(parser, args)
     from compare.plan import PlanError
+    from compare.reference import Refused
     from compare.report import write_report
     from compare.store import Store
 
@@ -183,9 +196,13 @@ def run_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     store = Store(args.output)
     try:
         store.open_for(plan)
+        if not store.complete:
+            parser.error(f"--output: the reference in {args.output} is not complete")
+        write_report(plan, store, [])
     except PlanError as error:
         parser.error(str(error))
-    write_report(plan, store, [])
+    except Refused as error:
+        sys.exit(f"error: {error}")
 
 
 def run_quantize(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ variance is that of the M draws, (|V| - K)^2 / M times their sample variance. A 
 that fails on few rare tokens alone can hide from it.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ class Comparison(NamedTuple):
     """N positions, in the order of the reference."""
 
     kl: np.ndarray  # [N] float64, KL_K in nats
-    kl_of_fewer: dict[int, float]  # K' -> mean KL_K'
+    kl_of_fewer: dict[int, float]  # K' -> mean KL_K' where all is finite; NaN if nowhere
     estimate: np.ndarray  # [N] float64, unbiased estimate of the KL divergence, nats
     variance: np.ndarray  # [N] float64, of the estimate, by its draws; NaN if M < 2
     tail_mass: np.ndarray  # [N] float64, of the compared model
@@ -82,8 +83,18 @@ def divergence_of_fewer(
     for few in (k for k in FEWER if k < p.shape[1]):
         p_rest, q_rest = (np.exp(x[:, few:].astype(np.float64)).sum(1) for x in (p, q))
         of_few = divergence(p[:, :few], p_tail + p_rest, q[:, :few], q_tail + q_rest)
-        means[few] = float(of_few.mean())
+        means[few] = mean(of_few)
     return means
+
+
+def mean(values: np.ndarray) -> float:
+    """NaN, without a warning, of none."""
+    return float(values.mean()) if len(values) else math.nan
+
+
+def all_finite(*columns: np.ndarray) -> np.ndarray:
+    """Where each column `[N]` has a number, `[N]` bool."""
+    return np.isfinite(columns).all(axis=0)
 
 
 def estimate_tail(

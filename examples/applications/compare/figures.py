@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from compare.divergence import all_finite
+
 BLOCK = 64
 """Positions of a block; fewer where that would give fewer than `LEAST_BLOCKS`."""
 LEAST_BLOCKS = 32
@@ -40,7 +42,7 @@ class Positions(NamedTuple):
 
     def finite(self) -> np.ndarray:
         """Where log-probabilities and divergences are numbers, `[N]` bool."""
-        return np.isfinite([self.p_next, self.q_next, self.kl, self.estimate]).all(0)
+        return all_finite(self.p_next, self.q_next, self.kl, self.estimate)
 
     def where(self, keep: np.ndarray) -> "Positions":
         return Positions(*(column[keep] for column in self))
@@ -77,8 +79,16 @@ def mean_and_error(values: np.ndarray) -> dict[str, float]:
 def interval(log: np.ndarray) -> dict[str, float]:
     """exp of the mean of `log`, with its 95 % interval."""
     mean, error = mean_and_error(log).values()
-    low, high = (math.exp(mean + sign * Z * error) for sign in (-1, 1))
-    return {"value": math.exp(mean), "low": low, "high": high}
+    low, high = (exp(mean + sign * Z * error) for sign in (-1, 1))
+    return {"value": exp(mean), "low": low, "high": high}
+
+
+def exp(value: float) -> float:
+    """Infinity where it is too large, as a broken model's perplexity may be."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def percentiles(values: np.ndarray) -> dict[str, float]:
@@ -148,16 +158,24 @@ def by_confidence(positions: Positions) -> list[dict[str, Any]]:
         few = positions.where(bucket == number)
         if not (count := len(few.kl)):
             continue
-        change = few.change()
-        rows.append(
-            {"from": low, "to": high, "positions": count}
-            | {"share": count / len(bucket)}
-            | {"perplexity_ratio": interval(few.p_next - few.q_next)}
-            | {"kl": divergences(few)}
-            | agreement(few)
-            | {"delta_p": mean_and_error(change) | {"rms": root_mean_square(change)}}
-        )
+        share = {"share": count / len(bucket)}
+        rows.append({"from": low, "to": high, "positions": count} | share | loss(few))
     return rows
+
+
+def loss(positions: Positions) -> dict[str, Any]:
+    """The figures that say what was lost: of all positions, and of each bucket."""
+    p, q = positions.p_next, positions.q_next
+    return {
+        "perplexity": interval(-q),
+        "reference_perplexity": interval(-p),
+        "log_perplexity_ratio": mean_and_error(p - q),
+        "perplexity_ratio": interval(p - q),
+        "correlation": correlation(p, q),
+        "kl": divergences(positions),
+        **agreement(positions),
+        "delta_p": probability_change(positions),
+    }
 
 
 def summarize(positions: Positions, scored_bytes: int) -> dict[str, Any]:
@@ -177,17 +195,13 @@ def summarize(positions: Positions, scored_bytes: int) -> dict[str, Any]:
     few = Positions(*(x.astype(np.float64) if x.dtype == np.float32 else x for x in few))
     bits = -few.q_next.sum() / math.log(2)
     size = scored_bytes * finite.mean()
-    return report | {
-        "perplexity": interval(-few.q_next),
-        "reference_perplexity": interval(-few.p_next),
-        "log_perplexity_ratio": mean_and_error(few.p_next - few.q_next),
-        "perplexity_ratio": interval(few.p_next - few.q_next),
-        "correlation": correlation(few.p_next, few.q_next),
+    of_all = loss(few)
+    of_all["delta_p"]["histogram"] = np.histogram(few.change(), HISTOGRAM)[0].tolist()
+    return report | of_all | {
         "bits_per_byte": float(bits / size) if size else None,
-        "kl": divergences(few),
-        **agreement(few),
-        "delta_p": probability_change(few)
-        | {"histogram": np.histogram(few.change(), HISTOGRAM)[0].tolist()},
+        "reference_bits_per_byte": (
+            float(-few.p_next.sum() / math.log(2) / size) if size else None
+        ),
         "tail_mass": {
             "reference": float(few.p_tail.mean()), "model": float(few.q_tail.mean())
         },

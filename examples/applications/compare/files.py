@@ -60,6 +60,15 @@ def load_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise Refused(f"can not read {path}: {error}") from None
 
 
+def load_metadata(path: Path) -> dict[str, str]:
+    """As `load_arrays`, without the arrays."""
+    try:
+        with safe_open(path, "np") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"can not read {path}: {error}") from None
+
+
 def to_arrays(reference: Reference) -> dict[str, np.ndarray]:
     """As stored: ids take two bytes where the vocabulary lets them."""
     small = int(reference.metadata["vocabulary"]) <= 2**16

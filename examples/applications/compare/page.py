@@ -14,8 +14,10 @@ from compare.tables import (
     cost_rows,
     floor_of,
     heading,
-    rows,
+    outcomes,
     scored,
+    section_rows,
+    text_of,
 )
 
 METHOD = """## How to read this
@@ -46,7 +48,7 @@ def write_page(
     parts += ["## Models", markdown(COST, cost_rows(report, models))]
     for title, columns in SECTIONS.items():
         names = ["model", *(column.heading for column in columns)]
-        parts += [f"## {title}", markdown(names, rows(columns, good, floor))]
+        parts += [f"## {title}", markdown(names, section_rows(columns, good, report))]
     parts += [f"![{name}]({name}.png)" for name in plots]
     if good:
         parts.append("## By the reference's confidence")
@@ -55,7 +57,7 @@ def write_page(
             parts += [f"{title}:", markdown(["model", *names], texts)]
         parts += ["## Percentiles of Δp", percentile_table(good)]
         parts += ["## The bound with fewer candidates", bound_table(good)]
-    parts += [f"{row['model']} failed: {row['error']}" for row in report["failed"]]
+    parts += [escape(sentence) + "." for sentence in outcomes(report)]
     parts.append(
         METHOD.format(mark=WITHIN_NOISE, k=plan["top_k"], m=plan["tail_samples"])
     )
@@ -87,7 +89,7 @@ def percentile_table(models: list[dict[str, Any]]) -> str:
     texts = []
     for model in models:
         found = model["figures"]["delta_p"]["percentiles"]
-        texts.append([model["model"], *(f"{found[name]:+.3%}" for name in names)])
+        texts.append([model["model"], *(text_of(found[name], "+.3%") for name in names)])
     return markdown(["model", *headings], texts)
 
 
@@ -99,7 +101,7 @@ def bound_table(models: list[dict[str, Any]]) -> str:
         found = model["figures"]["kl_lower_bound_of_fewer_candidates"]
         estimate = model["figures"]["kl"]["estimate"]["mean"]
         values = [*(found[name] for name in few), estimate]
-        texts.append([model["model"], *(f"{value:.4g}" for value in values)])
+        texts.append([model["model"], *(text_of(value, ".4g") for value in values)])
     return markdown(["model", *few, "estimate of all"], texts)
 
 

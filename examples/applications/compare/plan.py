@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from compare.windows import NAMED_PER_CALL
 
@@ -91,6 +98,11 @@ class Texts(Strict):
     num_samples: AtLeast1 | None = None
     limit_tokens: AtLeast1 | None = None
 
+    @field_validator("text", mode="before")
+    @classmethod
+    def _of_one_file(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _check(self) -> "Texts":
         given = [n for n in ("text", "held_out", "dataset") if getattr(self, n)]
@@ -146,6 +158,23 @@ class Plan(Strict):
         return self.stride or max(self.context_length // 2, 1)
 
 
+def check_texts(texts: Texts) -> None:
+    """Raises `PlanError` if the files can not be read or have nothing in them: before an
+    engine starts."""
+    size = 0
+    for path in texts.text or []:
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                while chunk := file.read(2**20):
+                    size += len(chunk)
+        except OSError as error:
+            raise PlanError(f"texts: {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise PlanError(f"texts: {path} is not UTF-8: {error.reason}") from None
+    if texts.text and not size:
+        raise PlanError("texts: there is nothing in the files")
+
+
 def fingerprint(*parts: Any) -> str:
     """A hash of JSON values: files are kept with that of what they depend on."""
     text = json.dumps(parts, sort_keys=True, default=str)
@@ -189,20 +218,34 @@ def parse_model(text: str) -> dict[str, Any]:
     return model
 
 
+def checked_defaults(content: dict[str, Any]) -> dict[str, Any]:
+    defaults = content.get("defaults") or {}
+    options = defaults.get("options") or {} if isinstance(defaults, dict) else None
+    if not isinstance(options, dict):
+        raise PlanError("defaults: a mapping is wanted, and one of options in it")
+    if unknown := [name for name in defaults if name not in Model.model_fields]:
+        raise PlanError(f"defaults: {unknown[0]}: a model has no such field")
+    return defaults
+
+
 def with_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """The content with `defaults` put into each model that does not say otherwise."""
     content = dict(content)
-    defaults = content.pop("defaults", None) or {}
-    if not isinstance(defaults, dict) or not isinstance(defaults.get("options", {}), dict):
-        raise PlanError("defaults: a mapping is wanted, and one of options in it")
+    defaults = checked_defaults(content)
+    content.pop("defaults", None)
 
     def complete(model: Any) -> Any:
         model = {"path": model} if isinstance(model, str) else model
-        if not isinstance(model, dict) or not isinstance(model.get("options", {}), dict):
+        if not isinstance(model, dict):
             return model
-        options = {**defaults.get("options", {}), **model.get("options", {})}
-        return {**defaults, **model} | ({"options": options} if options else {})
+        own = model.get("options") or {}
+        if not isinstance(own, dict):
+            return model
+        options = {**(defaults.get("options") or {}), **own}
+        return {**defaults, **model} | {"options": options}
 
+    if content.get("candidates", 0) is None:  # a heading with nothing below it
+        content["candidates"] = []
     if "reference" in content:
         content["reference"] = complete(content["reference"])
     if isinstance(content.get("candidates"), list):
@@ -227,10 +270,23 @@ def make_plan(content: dict[str, Any], source: str) -> Plan:
         raise PlanError(f"{source}: {where}: {said}") from None
 
 
+class OnceLoader(yaml.SafeLoader):
+    """YAML in which a key that is there twice is an error: the first one's value would
+    be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(
+                problem=f"{twice[0]} is there twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The file's mapping. Paths in it are relative to where the program is run."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), OnceLoader)
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -83,10 +83,12 @@ def kl_against_size(
         )  # fmt: skip
         axes.annotate(model["model"], (size, estimate["mean"]), xytext=(6, 4),
                       textcoords="offset points", fontsize=9)  # fmt: skip
-    if floor := floor_of(report):
-        mark_floor(axes, floor["kl"]["estimate"]["mean"])
-    if all(model["figures"]["kl"]["estimate"]["mean"] > 0 for model in sized):
+    logarithmic = all(m["figures"]["kl"]["estimate"]["mean"] > 0 for m in sized)
+    if logarithmic:
         axes.set_yscale("log")
+    floor = floor_of(report)
+    if floor and (floor["kl"]["estimate"]["mean"] > 0 or not logarithmic):
+        mark_floor(axes, floor["kl"]["estimate"]["mean"])
     axes.margins(x=0.25)
     axes.set_xlabel("MiB of weights on disk")
     axes.set_ylabel("KL(reference || model), nats a token")

@@ -15,9 +15,11 @@ import numpy as np
 
 from compare.divergence import (
     Comparison,
+    all_finite,
     divergence,
     divergence_of_fewer,
     estimate_tail,
+    mean,
     tail_mass,
     terms,
 )
@@ -89,6 +91,7 @@ def make_reference(
 ) -> Reference:
     """Finds each position's `top_k` most probable tokens, draws `samples` others, and
     scores all by name, as `compare_with` will: the same computation, the same bits.
+    Log-probabilities may be NaN.
 
     Args:
         call: number of this call, which the draws depend on.
@@ -99,7 +102,6 @@ def make_reference(
     generator = np.random.default_rng([SEED, call])
     tail = draw_from_tail(generator, top, vocabulary, samples)
     logprobs, _ = score(llm, windows, np.concatenate([top, tail], axis=1))
-    check_no_nan(logprobs)
     of_top = logprobs[:, 1 : 1 + top_k]
     order = np.argsort(-of_top, axis=1, kind="stable")
     top, of_top = (np.take_along_axis(x, order, axis=1) for x in (top, of_top))
@@ -109,8 +111,9 @@ def make_reference(
     )
 
 
-def check_no_nan(logprobs: np.ndarray) -> None:
-    if broken := int(np.isnan(logprobs).any(axis=1).sum()):
+def check_no_nan(*columns: np.ndarray) -> None:
+    """Raises `Refused` if there is a NaN in the columns, `[N]` or `[N, ...]`."""
+    if broken := int(np.isnan(np.column_stack(columns)).any(axis=1).sum()):
         raise Refused(f"the model's log-probabilities are NaN at {broken} positions")
 
 
@@ -211,12 +214,14 @@ def compare(
     q = logprobs[:, 1 : 1 + top_k]
     q_tail = tail_mass(q)
     kl = divergence(p, p_tail, q, q_tail)
-    of_fewer = divergence_of_fewer(p, p_tail, q, q_tail) | {top_k: float(kl.mean())}
     outside = int(reference.metadata["vocabulary"]) - top_k
     rest, variance = estimate_tail(
         reference.tail_logprobs, logprobs[:, 1 + top_k :], outside
     )
+    estimate = terms(p, q).sum(axis=1) + rest
+    keep = all_finite(reference.next_logprobs, logprobs[:, 0], kl, estimate)
+    of_fewer = divergence_of_fewer(p[keep], p_tail[keep], q[keep], q_tail[keep])
     return Comparison(
-        kl, of_fewer, terms(p, q).sum(axis=1) + rest, variance, q_tail,
+        kl, of_fewer | {top_k: mean(kl[keep])}, estimate, variance, q_tail,
         ranks[:, 1] == 1, logprobs[:, 0], ranks[:, 0],
     )  # fmt: skip

@@ -7,7 +7,7 @@ from compare.files import write_json
 from compare.page import write_page
 from compare.plan import FLOOR, Plan
 from compare.plots import draw
-from compare.run import floor_model, result_of
+from compare.run import floor_model, result_of, times_of
 from compare.store import Store, size_on_disk
 from compare.tables import show
 
@@ -36,7 +36,7 @@ def make_report(
     if plan.noise_floor:
         models.insert(0, floor_model(plan, store))
     done = [model for model in models if store.scores(model.label).count() == total]
-    results = [result_of(plan, store, model) for model in done]
+    results = [result_of(plan, store, it) | times_of(store, it) for it in done]
     floor = results.pop(0) if done and done[0].label == FLOOR else None
     return {
         "format": "compare-1",
@@ -46,22 +46,22 @@ def make_report(
         "noise_floor": floor,
         "models": results,
         "failed": failed,
+        "missing": [model.label for model in models if model not in done],
     }
 
 
 def describe_reference(plan: Plan, store: Store) -> dict[str, Any]:
     """What it is, and its files' size beside that of all logits."""
     described = store.reference.described
-    files = store.reference.folder.glob("[0-9]*.safetensors")
-    seconds = store.reference.seconds()
+    found = store.reference.of_reference()
     logits = store.text["positions"] * int(described["vocabulary"])
     return {
         "model": plan.reference.label,
         "path": plan.reference.path,
         **{k: described[k] for k in ("dtype", "quantization", "vllm", "vocabulary")},
         "size_on_disk": size_on_disk(plan.reference),
-        "seconds": seconds,
-        "tokens_per_second": store.text["positions"] / seconds,
-        "bytes": sum(path.stat().st_size for path in files),
+        **found,
+        "tokens_per_second": store.text["positions"] / found["seconds"],
+        "bytes": sum(path.stat().st_size for path in store.reference.files()),
         "bytes_of_all_logits_in_float16": 2 * logits,
     }

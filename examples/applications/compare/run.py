@@ -45,10 +45,8 @@ def run(plan: Plan, store: Store, lock: int) -> list[dict[str, str]]:
     failed = []
     with new_progress() as progress:
         bar = Bars(progress, store, models, plan.noise_floor)
-        text = store.text
         bar.begin(plan.reference.label, store.reference)
-        if not (store.reference.described and text
-                and store.reference.count() == text["calls"]):  # fmt: skip
+        if not store.complete:
             start_worker(plan, store, None, plan.reference.label, lock, bar)
         if plan.noise_floor:
             floor = floor_model(plan, store)
@@ -61,7 +59,8 @@ def run(plan: Plan, store: Store, lock: int) -> list[dict[str, str]]:
                     start_worker(plan, store, model, model.label, lock, bar)
                 except EngineError as error:
                     failed.append({"model": model.label, "error": str(error)})
-                    progress.console.print(f"[red]{model.label} failed[/]: {error}")
+                    said = f"{model.label} failed: {error}"
+                    progress.console.print(said, style="red", markup=False)
                     continue
             store.add_result(result_of(plan, store, model))
     return failed
@@ -160,9 +159,9 @@ class Bars:
 
 
 def result_of(plan: Plan, store: Store, model: Model) -> dict[str, Any]:
-    """All that is said of a model: the same for the same files."""
+    """All that is said of a model but times: the same bytes, whatever interrupted it."""
     scores = store.scores(model.label)
-    positions, seconds, fewer = scores.load_positions()
+    positions, fewer = scores.load_positions()
     return without_nan({
         "model": NOISE if model.label == FLOOR else model.label,
         "path": model.path,
@@ -171,15 +170,21 @@ def result_of(plan: Plan, store: Store, model: Model) -> dict[str, Any]:
         "fingerprint": model_fingerprint(model),
         "figures": summarize(positions, store.text["bytes"])
         | {"kl_lower_bound_of_fewer_candidates": fewer},
-        "seconds": seconds,
-        "tokens_per_second": len(positions.kl) / seconds,
     })  # fmt: skip
 
 
+def times_of(store: Store, model: Model) -> dict[str, float]:
+    """Seconds in calls that score, and scored tokens a second."""
+    seconds = store.scores(model.label).seconds()
+    return {
+        "seconds": seconds, "tokens_per_second": store.text["positions"] / seconds
+    }  # fmt: skip
+
+
 def without_nan(value: Any) -> Any:
-    """With None, which JSON knows, for what is not a number."""
+    """With None, which JSON knows, for what is not a number or not finite."""
     if isinstance(value, dict):
         return {str(key): without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

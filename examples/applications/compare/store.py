@@ -5,13 +5,14 @@
     text.json           how many tokens there are
     reference/N.safetensors, described.json
     models/NAME/N.safetensors, described.json
-    results.jsonl       a line a finished model
+    results.jsonl       a line a finished model, without times
     report.json, report.md, *.png, *.svg
     logs/NAME.log       what vLLM said
 """
 
 import fcntl
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,14 @@ import numpy as np
 
 from compare.divergence import Comparison
 from compare.figures import Positions
-from compare.files import from_arrays, load_arrays, save_arrays, to_arrays, write_json
+from compare.files import (
+    from_arrays,
+    load_arrays,
+    load_metadata,
+    save_arrays,
+    to_arrays,
+    write_json,
+)
 from compare.plan import Model, Plan, PlanError, fingerprint
 from compare.reference import Reference
 
@@ -60,8 +68,10 @@ def size_on_disk(model: Model) -> int | None:
 
 
 def model_fingerprint(model: Model) -> str:
-    """Changes with how the model is run and when its weights are written anew."""
-    stats = [(path.name, path.stat()) for path in weights(model)]
+    """Changes with how the model is run and when the weights in its folder are written
+    anew. Those of a hub are not looked at: they come with the first run."""
+    found = weights(model) if Path(model.folder).is_dir() else []
+    stats = [(path.name, path.stat()) for path in found]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return fingerprint(model.model_dump(mode="json", exclude={"size_on_disk"}), files)
 
@@ -86,8 +96,17 @@ class Scores:
     def has(self, number: int) -> bool:
         return self.path(number).exists()
 
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("[0-9]*.safetensors"))
+
     def count(self) -> int:
-        return len(list(self.folder.glob("[0-9]*.safetensors")))
+        return len(self.files())
+
+    def clear(self) -> None:
+        """Forgets all scores, wherever a kill may interrupt it."""
+        for path in self.files():
+            path.unlink()
+        (self.folder / "described.json").unlink(missing_ok=True)
 
     @property
     def described(self) -> dict[str, str] | None:
@@ -125,26 +144,36 @@ class Scores:
         }
         save_arrays(self.path(number), positions._asdict(), metadata)
 
-    def load_positions(self) -> tuple[Positions, float, dict[int, float]]:
-        """All positions, the seconds they took, and the bound with fewer candidates."""
+    def load_positions(self) -> tuple[Positions, dict[int, float]]:
+        """All positions, and the bound with fewer candidates."""
         columns, metadata = [], []
         for number in range(self.count()):
             arrays, described = load_arrays(self.path(number))
             columns.append([arrays[name] for name in Positions._fields])
             metadata.append(described)
         positions = Positions(*map(np.concatenate, zip(*columns)))
-        seconds = sum(float(row["seconds"]) for row in metadata)
-        sizes = [len(column[0]) for column in columns]
+        sizes = [int(Positions(*column).finite().sum()) for column in columns]
         fewer = [json.loads(row["kl_of_fewer"]) for row in metadata]
-        means = {
-            int(k): float(np.average([row[k] for row in fewer], weights=sizes))
-            for k in fewer[0]
-        }
-        return positions, seconds, means
+        means = {}
+        for k in fewer[0]:
+            sums = [size * row[k] for size, row in zip(sizes, fewer) if size]
+            means[int(k)] = sum(sums) / sum(sizes) if sums else math.nan
+        return positions, means
 
     def seconds(self) -> float:
-        paths = map(self.path, range(self.count()))
-        return sum(float(load_arrays(path)[1]["seconds"]) for path in paths)
+        return sum(float(load_metadata(path)["seconds"]) for path in self.files())
+
+    def of_reference(self) -> dict[str, Any]:
+        """Seconds that the reference took, and the number of its rows that have a
+        log-probability that is no number."""
+        broken = 0
+        for path in self.files():
+            arrays, _ = load_arrays(path)
+            finite = np.isfinite(arrays["next_logprobs"])
+            for name in ("logprobs", "tail_logprobs"):
+                finite &= ~np.isnan(arrays[name]).any(axis=1)
+            broken += int((~finite).sum())
+        return {"seconds": self.seconds(), "non_finite": broken}
 
 
 class Store:
@@ -152,11 +181,14 @@ class Store:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        for name in ("models", "logs"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
         self.text_path = folder / "text.json"
         self.results_path = folder / "results.jsonl"
-        self.reference = Scores(folder / "reference")
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        for name in ("models", "logs"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.reference = Scores(self.folder / "reference")
 
     @property
     def text(self) -> dict[str, Any] | None:
@@ -179,6 +211,24 @@ class Store:
                     f"--output: another run is at work in {self.folder}"
                 ) from None
             yield lock.fileno()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the reference is there."""
+        text = self.text
+        there = self.reference.described and text
+        return bool(there) and self.reference.count() == text["calls"]
+
+    def clear(self) -> None:
+        """Removes what an earlier run left, and nothing else. What says that the folder
+        is a comparison goes last, so that a kill leaves one to be cleared."""
+        for name in ("models", "reference", "logs"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        patterns = ("text.json", "results.jsonl", "report.*", "*.png", "*.svg")
+        for pattern in (*patterns, "comparison.json"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+        self._make_folders()
 
     def open_for(self, plan: Plan) -> None:
         """Raises `PlanError` if the folder holds a comparison with another reference
@@ -209,10 +259,9 @@ class Store:
         scores = self.scores(model.label)
         path = scores.folder / "model.json"
         wanted = model_fingerprint(model)
-        if read_json(path) not in (None, wanted):
-            shutil.rmtree(scores.folder)
-            scores = self.scores(model.label)
-        write_json(path, wanted)
+        if read_json(path) != wanted:
+            scores.clear()
+            write_json(path, wanted)
         return scores
 
     def add_result(self, result: dict[str, Any]) -> None:

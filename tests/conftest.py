@@ -108,8 +108,12 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if "runner" in item.fixturenames]
         config.hook.pytest_deselected(items=shared)
     if config.option.part is not None:
-        files = sorted({item.path for item in items})
+        # Files that share a server stay together.
+        sharing = sorted({x.path for x in items if "scoring_server" in x.fixturenames})
+        files = sorted({item.path for item in items} - {*sharing[1:]})
         mine = {*files[config.option.part :: config.option.parts]}
+        if mine & {*sharing}:
+            mine |= {*sharing}
         others = [item for item in items if item.path not in mine]
         items[:] = [item for item in items if item.path in mine]
         config.hook.pytest_deselected(items=others)

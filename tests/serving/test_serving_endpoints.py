@@ -55,6 +55,7 @@ def test_render_generate_derender(server):
     assert scores == [choice["target_logprobs"] for choice in at_once]
 
 
+@pytest.mark.any_runner
 def test_schema(server):
     schema = requests.get(server.url + "/openapi.json", timeout=REQUEST_SECONDS).json()
     schemas = schema["components"]["schemas"]
@@ -71,6 +72,7 @@ def test_schema(server):
     assert "is_greedy" in schemas["ContinuationLogprobs"]["properties"]
 
 
+@pytest.mark.any_runner
 def test_max_tokens_zero_is_for_scores(server):
     bodies = {
         COMPLETIONS: {"model": MODEL, "prompt": SHORT, "max_tokens": 0},
@@ -108,6 +110,7 @@ def test_a_prompt_may_fill_the_context(server, llama, length, max_tokens):
         np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_TOLERANCE)
 
 
+@pytest.mark.any_runner
 def test_a_prompt_that_leaves_no_room_is_too_long(server):
     """Not a request that only scores, which has to say so."""
     body = {"token_ids": [5] * MAX_MODEL_LEN}
@@ -117,6 +120,7 @@ def test_a_prompt_that_leaves_no_room_is_too_long(server):
         assert "longer than" in error["message"] and error["param"] != "max_tokens"
 
 
+@pytest.mark.any_runner
 @pytest.mark.parametrize("name", ["target_token_ids", "target_text", "continuations"])
 @pytest.mark.parametrize(
     ("path", "body"),

@@ -24,12 +24,14 @@ def test_refusals(server, llama):
     assert_choice(choice, llama, SHORT, [5])
 
 
+@pytest.mark.any_runner
 @pytest.mark.parametrize("kind", LARGE)
 def test_large_bodies(server, kind):
     path, param, body = large(kind)
     assert_names(server.refusal(path, body), param)
 
 
+@pytest.mark.any_runner
 @pytest.mark.parametrize(
     "body",
     [

@@ -7,8 +7,8 @@
     python -m pytest tests --quick          # an engine for scoring and one for depth
 
 Whether vLLM takes its V1 or its V2 model runner is fixed when it is imported, so
-each has a session of its own. A test that uses no engine says the same in both and
-runs in V1's only.
+each has a session of its own. A test that uses no engine, or that is marked
+`any_runner`, says the same in both and runs in V1's only.
 """
 
 import gc
@@ -84,6 +84,11 @@ IMPORT_WARNINGS = (
 def pytest_configure(config: pytest.Config) -> None:
     for warning in IMPORT_WARNINGS:
         config.addinivalue_line("filterwarnings", warning)
+    config.addinivalue_line(
+        "markers",
+        "any_runner: needs an engine or a server, but nothing that a runner does, as a "
+        "refusal of its frontend: run in V1's session only",
+    )
     if config.option.runner in runners.RUNNERS:
         runners.enter(config.option.runner)
 
@@ -96,6 +101,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def needs_runner(item: pytest.Item) -> bool:
+    """Whether a test can say something else with the other runner."""
+    marked = item.get_closest_marker("any_runner")
+    return "runner" in item.fixturenames and not marked
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
@@ -104,12 +115,16 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if "llm" in item.fixturenames]
         config.hook.pytest_deselected(items=slow)
     if config.option.runner == "v2":
-        shared = [item for item in items if "runner" not in item.fixturenames]
-        items[:] = [item for item in items if "runner" in item.fixturenames]
+        shared = [item for item in items if not needs_runner(item)]
+        items[:] = [item for item in items if needs_runner(item)]
         config.hook.pytest_deselected(items=shared)
     if config.option.part is not None:
-        files = sorted({item.path for item in items})
+        # Files that share a server stay together.
+        sharing = sorted({x.path for x in items if "scoring_server" in x.fixturenames})
+        files = sorted({item.path for item in items} - {*sharing[1:]})
         mine = {*files[config.option.part :: config.option.parts]}
+        if mine & {*sharing}:
+            mine |= {*sharing}
         others = [item for item in items if item.path not in mine]
         items[:] = [item for item in items if item.path in mine]
         config.hook.pytest_deselected(items=others)
@@ -221,6 +236,25 @@ def tensor_parallel_engine(engine):
             return engine(family, tensor_parallel_size=2, **options)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def scoring_server(runner, model_folder, tmp_path_factory):
+    """A server of the small Llama, which files of one subject each take in turn."""
+    from live_server import live_server
+    from scoring_server import OPTIONS, Server
+
+    options = [f"--{name}={value}" for name, value in OPTIONS.items()]
+    options += ["--enforce-eager", "--enable-scale-out"]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with live_server(model_folder("llama"), options, runner, log) as started:
+        yield Server(*started)
+
+
+@pytest.fixture
+def server(scoring_server):
+    """That one; files that need another have a fixture of their own."""
+    return scoring_server
 
 
 def engine_options() -> dict:

@@ -9,9 +9,7 @@ import subprocess
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import requests
-from live_server import live_server
 from oracle import pad_targets
 from scoring import assert_scores
 from tiny_models import CONFIGS
@@ -72,16 +70,6 @@ class Server:
         )
         assert {name for name, _ in found} == {"running", "waiting"}
         return {name: float(value) for name, value in found}
-
-
-@pytest.fixture(scope="module")
-def server(runner, model_folder, tmp_path_factory):
-    """A server of the tiny Llama, shared by the module's tests."""
-    options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    options += ["--enforce-eager", "--enable-scale-out"]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with live_server(model_folder("llama"), options, runner, log) as started:
-        yield Server(*started)
 
 
 def decode(field: str, value) -> np.ndarray:

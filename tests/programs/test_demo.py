@@ -145,9 +145,7 @@ def test_ctrl_c_says_one_line():
     assert said.split() == ["interrupted"]
 
 
-def test_the_whole_demo(runner):
-    if runner == "v2":
-        pytest.skip("it starts engines of the default kind")
+def test_the_whole_demo():
     done = run_demo()
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stderr == ""

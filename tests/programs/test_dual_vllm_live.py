@@ -60,6 +60,7 @@ LONG = ["--max-tokens=80"]
 """Of a command that is stopped in the middle: long enough not to be done before."""
 KILL_AFTER = 20  # tokens
 SLOW_SECONDS = 8
+"""That a slow answer takes; what is tested is a client's patience, half as long."""
 WAIT_SECONDS = 600
 """Far more than anything takes; a machine may have other work."""
 ROUNDING = 5e-5

@@ -285,6 +285,7 @@ def refuse(capsys):
     return run
 
 
+@pytest.mark.any_runner
 @pytest.mark.parametrize(
     ("family", "what"), [("qwen2", "vocabulary"), ("stranger", "tokenizer")]
 )
@@ -306,6 +307,7 @@ def test_another_vocabulary_is_refused(
     assert f"the same {what}" in said
 
 
+@pytest.mark.any_runner
 def test_a_damaged_or_foreign_file_is_refused(reference_file, tmp_path, refuse):
     from compare.files import ReferenceFile
     from safetensors.numpy import load_file, save_file
@@ -325,11 +327,13 @@ def test_a_damaged_or_foreign_file_is_refused(reference_file, tmp_path, refuse):
     assert "fingerprint" in refuse("compare", "--reference", changed)
 
 
+@pytest.mark.any_runner
 def test_no_file_for_the_report_is_refused_before_it_is_made(reference_file, refuse):
     arguments = ["compare", "--reference", reference_file, "--json", "/missing/x.json"]
     assert "--json" in refuse(*arguments)
 
 
+@pytest.mark.any_runner
 def test_more_scores_than_a_request_may_have_are_refused(
     runner, model_folder, text_file, tmp_path, refuse, monkeypatch
 ):
@@ -342,6 +346,7 @@ def test_more_scores_than_a_request_may_have_are_refused(
     assert "--top-k 20" in refuse("write", *arguments, "--reference", path)
 
 
+@pytest.mark.any_runner
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -192,6 +192,7 @@ SPOILT: dict[str, list[dict]] = {
 }
 
 
+@pytest.mark.any_runner
 def test_refusals(server):
     """Random bodies, each with one fault: a 400 that names it, and good ones between."""
     rng = random.Random(0)
@@ -216,6 +217,7 @@ def test_refusals(server):
             assert server.ask(CHAT, **body)["choices"][0]["message_scores"]
 
 
+@pytest.mark.any_runner
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -233,6 +235,7 @@ def test_other_endpoints(server, path, body):
     assert error["param"] == "score_messages" and "not supported" in error["message"]
 
 
+@pytest.mark.any_runner
 def test_a_conversation_that_is_too_long(server):
     long = [{"role": "user", "content": "import " * 600}, ASSISTANT]
     error = server.refusal(
@@ -241,6 +244,7 @@ def test_a_conversation_that_is_too_long(server):
     assert error["param"] == "input_text" or error["param"] == "input_tokens"
 
 
+@pytest.mark.any_runner
 def test_junk(server):
     """Bodies of all shapes are answered by 400s, and the server goes on."""
     rng = random.Random(1)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -120,23 +119,20 @@ def test_a_command_beside_another(tmp_path):
     assert "slow" in log.path.read_text()
 
 
-def appears(file: Path) -> str:
-    """The line that a process writes into a file when it runs."""
-    deadline = time.monotonic() + 60
-    while not file.exists() or not file.read_text().endswith("\n"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return file.read_text().strip()
+def pipe(file: Path) -> Path:
+    """A named pipe, whose text can be read once a process has written it."""
+    os.mkfifo(file)
+    return file
 
 
 def test_a_command_beside_one_that_fails_is_ended(tmp_path):
     log = Log(Checkout(tmp_path), "test")
-    pid = tmp_path / "pid"
-    command = ["sh", "-c", f"echo $$ > {pid}; exec sleep 99"]
+    started = pipe(tmp_path / "pid")
+    command = ["sh", "-c", f"echo $$ > {started}; exec sleep 99"]
     with pytest.raises(ToolError), log.beside(command, tmp_path, dict(os.environ)):
-        appears(pid)
+        pid = started.read_text().strip()
         raise ToolError("of the other")
-    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 PROGRAM = """
@@ -163,8 +159,9 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, stubborn):
     server = f"{stubborn}sh -c \"{engine}\" & echo $$ > {tmp_path}/server; sleep 303; sleep 304"
     (tmp_path / "server.sh").write_text(server)
     stand_in(tmp_path, f"(setsid sh {tmp_path}/server.sh &)\nsleep 305\n")
+    pipes = [pipe(tmp_path / name) for name in ("server", "engine")]
     run = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=HERE.root)
-    started = [appears(tmp_path / name) for name in ("server", "engine")]
+    started = [file.read_text().strip() for file in pipes]
     assert all(Path(f"/proc/{pid}").exists() for pid in started)
     run.send_signal(number)
     assert run.wait(timeout=60) == 1

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -78,7 +78,8 @@ class LocalServer:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 tail = self.log.read_text(errors="replace")[-2000:]
                 raise LaunchError(f"{' '.join(self._command)}\n{tail}\nsee {self.log}")
-            time.sleep(0.2)
+            with suppress(subprocess.TimeoutExpired):  # looked at again, and if it ends
+                self.process.wait(0.2)
 
     def _is_healthy(self) -> bool:
         try:

@@ -93,7 +93,7 @@ def prepare(checkout: Checkout) -> Path:
     return target
 
 
-def _add_compiled(folder: Path) -> None:
+def add_compiled(folder: Path) -> None:
     """Link what the installed wheel has and a source tree has not."""
     (found,) = importlib.util.find_spec("vllm").submodule_search_locations
     installed = Path(found)
@@ -140,7 +140,7 @@ def run_in_tree(
     """Run tests against a source tree; the exit status."""
     if not files:
         return 0
-    _add_compiled(tree)
+    add_compiled(tree)
     return _run(checkout, tree, files, options, str(tree))
 
 

@@ -232,7 +232,7 @@ def check_drafting(page: str) -> list[Checked]:
     """Of the drafts of fixed length at batch 1: tokens a round by counted weights."""
     model = Model("inflated", 12, 1024, 3072, 512, 4096)
     whole, found = model.layers * model.layer + model.head, []
-    for row in measured(page, "### Batch 1"):
+    for row in measured(page, "### What limits drafting"):
         if match := re.fullmatch(r"E = (\d), k = (\d)", row["drafting"]):
             exit_layer, k = map(int, match.groups())
             draft = exit_layer * model.layer + 3 * model.hidden**2 + model.head
@@ -289,7 +289,7 @@ def page() -> str:
     """The text of docs/scale.md."""
     text = (ROOT / "benchmarks" / "README.md").read_text()
     checked, devices = check(text)
-    drafting = check_drafting((ROOT / "benchmarks" / "early_exit" / "README.md").read_text())
+    drafting = check_drafting((ROOT / "benchmarks" / "README.md").read_text())
     lines = [
         "# 8B, 70B and 405B on H100 and H200, by formulas", "",
         "Written by `.venv/bin/python benchmarks/roofline.py`. **Nothing here was measured "

@@ -100,7 +100,13 @@ def test_a_text_without_line_ends_is_tokenized_as_a_whole(small_pieces):
     assert [i for piece in pieces for i in piece] == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "\n" * 9000, "one\r\ntwo\r\n\r\n" * 900, "é" * 4000 + "\n\n" + "b" * 4000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "a", "\n" * 9000, "one\r\ntwo\r\n\r\n" * 900),
+        "é" * 4000 + "\n\n" + "b" * 4000,
+    ],
+)
 def test_odd_texts(text, small_pieces):
     tokenizer = with_ends(make_tokenizer())
     pieces = [*encode_stream(Encoder(tokenizer), [text] if text else [])]

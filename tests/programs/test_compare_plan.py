@@ -285,6 +285,14 @@ def test_a_file_that_a_kill_cut_off_does_not_count(tmp_path):
     assert (len(positions.kl), scores.seconds(), fewer) == (3, 0.5, {1: 0.25})
 
 
+def test_another_vllm_does_not_go_on():
+    from compare.reference import Refused, check_same_vllm
+
+    check_same_vllm({"vllm": "1"}, {"vllm": "1"})
+    with pytest.raises(Refused, match="vLLM 2, the reference was scored by 1"):
+        check_same_vllm({"vllm": "2"}, {"vllm": "1"})
+
+
 def test_a_file_that_is_damaged_is_named(tmp_path, given, capsys):
     from compare.cli import main
 

@@ -86,6 +86,16 @@ def check_same_vocabulary(
             )
 
 
+def check_same_vllm(ours: dict[str, str], theirs: dict[str, str]) -> None:
+    """Raises `Refused` if another release scored what is there: a difference of the
+    models would be one of the programs too."""
+    if ours["vllm"] != theirs["vllm"]:
+        raise Refused(
+            f"this is vLLM {ours['vllm']}, the reference was scored by "
+            f"{theirs['vllm']}; name another folder, or --restart"
+        )
+
+
 def make_reference(
     llm: "LLM", windows: list[Window], top_k: int, samples: int, call: int = 0
 ) -> Reference:

@@ -23,6 +23,7 @@ from compare.reference import (
     TOKENS_PER_STEP,
     Reference,
     Refused,
+    check_same_vllm,
     check_same_vocabulary,
     compare_with,
     describe,
@@ -141,6 +142,8 @@ def score_reference(job: Job) -> None:
         write_json(store.text_path, read_through(job, llm))
     job.tell({"total": store.text["positions"]})
     scores, warm = store.reference, False
+    if scores.count():
+        check_same_vllm(described, scores.described)
     scores.described = described
     every = calls(windows_of_text(job, llm), plan.tokens_per_call)
     for number, call in enumerate(every):
@@ -172,6 +175,7 @@ def score_model(job: Job) -> None:
     llm = start(job, job.model, int(described["max_num_batched_tokens"]))
     ours = describe(llm)
     check_same_vocabulary(ours, described, job.model.label)
+    check_same_vllm(ours, described)
     scores.described = ours
     for number in missing[:1]:
         compare_with(llm, first_of(reference.load_reference(number)))

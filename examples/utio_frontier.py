@@ -147,7 +147,9 @@ def gap_closed(result: Result, point: Point, measure: str) -> str:
 
 
 def full_depth(result: Result) -> Point:
-    return Point(FULL, (), (), 1.0, result.base, 0.0, 1.0, 1.0)
+    timed = any(not math.isnan(point.speedup) for point in result.points)
+    speedup = 1.0 if timed else math.nan
+    return Point(FULL, (), (), 1.0, result.base, 0.0, 1.0, speedup)
 
 
 def show(result: Result, args: argparse.Namespace) -> None:
@@ -155,8 +157,8 @@ def show(result: Result, args: argparse.Namespace) -> None:
     table.add_column("way", no_wrap=True)
     for name in ("exit", "leaving", "mean depth", "perplexity", "rise", "agreement",
                  "speed-up", "gap closed: perplexity", "agreement"):  # fmt: skip
-        table.add_column(name, justify="right")
-    table.add_column("dominated by")
+        table.add_column(name, justify="right", no_wrap="gap" in name or name == "agreement")
+    table.add_column("dominated by", no_wrap=True)
     base = full_depth(result)
     points = sorted(result.points, key=lambda p: (len(p.exits), p.exits, p.leaving))
     for p in (base, *points):
@@ -170,7 +172,7 @@ def show(result: Result, args: argparse.Namespace) -> None:
             named(rival) if rival else "",
         )  # fmt: skip
     tokens = len(result.files) * (args.forced_length - 1)
-    Console(width=150).print(
+    Console(width=170).print(
         f"{tokens} tokens of {len(np.unique(result.files))} texts decoded at each point,",
         f"{args.sequences} at a time;",
         f"{'eager' if args.enforce_eager else 'compiled'}, {args.dtype};",

@@ -386,7 +386,7 @@ def test_a_gap_within_noise_has_no_interval():
 
 
 def test_what_is_dominated():
-    from utio_frontier import dominated_by
+    from utio_frontier import Result, dominated_by, full_depth
 
     slow, fast = make_point("probe", 0.02, 1.2), make_point("all tokens", 0.01, 1.4)
     faster = make_point("tis", 0.05, 1.5)
@@ -399,6 +399,11 @@ def test_what_is_dominated():
     # Without speeds the layers count.
     deep, shallow = (make_point("probe", 0.01, math.nan, depth) for depth in (0.8, 0.6))
     assert dominated_by([deep, shallow], deep) is shallow
+    for points, speedup in (([deep], math.nan), ([slow], 1.0)):
+        result = Result(12, np.arange(8), 20.0, points)
+        full = full_depth(result)
+        assert full.speedup == pytest.approx(speedup, nan_ok=True)
+        assert dominated_by([full, *points], points[0]) is None
 
 
 @pytest.mark.parametrize(("sequences", "counts"), [(3, [1, 1, 1]), (10, [2, 4, 4])])

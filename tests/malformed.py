@@ -149,7 +149,7 @@ BAD_TEXTS: list[tuple[str, dict[str, object]]] = [
     ("target_text", {"prompt": SHORT}),
     ("target_text", {"prompt": [SHORT, SHORT]}),
     ("target_text", {"prompt": ["a", "b"], "target_text": ["c"]}),
-    ("target_text", {"prompt": ["", "b"]}),
+    ("prompt", {"prompt": ["", "b"]}),
     ("prompt", {"prompt": ["a", 5]}),
     ("prompt", {"prompt": None}),
     ("stream", {"stream": True}),

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_first_program(tmp_path):
     """Run as the README runs it, it ends in its two lines."""
     program, command = (
-        re.search(rf"```{language}\n((?:(?!```).)*?{inside}.*?)```", README, re.S)[1]
+        re.search(rf"```{language}\n((?:(?!```).)*?(?:{inside}).*?)```", README, re.S)[1]
         for language, inside in (("python", "import vllm|from vllm"), ("bash", "six_lines"))
     )
     file = tmp_path / "six_lines.py"

@@ -418,9 +418,13 @@ def bf16_tolerance(logits: np.ndarray, layers: int) -> float:
     return 2 * 8 * states * logits.std() + u * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [name for name in CONFIGS if "moe" not in name])
 def test_bfloat16_is_within_its_bound(engine, oracle, family):
-    """Against float32 arithmetic on the same weights, rounded to bfloat16."""
+    """Against float32 arithmetic on the same weights, rounded to bfloat16.
+
+    Not of a mixture of experts: rounding can choose another expert, which no bound of
+    rounding errors covers.
+    """
     import torch
 
     exact = oracle(family, weights=torch.bfloat16)

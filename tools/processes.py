@@ -4,12 +4,13 @@
 import contextlib
 import ctypes
 import datetime
+import itertools
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -48,28 +49,34 @@ class Log:
         assert process.stdout is not None
         return self._follow(process, process.stdout, show)
 
-    @contextlib.contextmanager
-    def beside(
-        self, command: list[str], cwd: Path, environment: dict[str, str]
-    ) -> Iterator[Callable[..., tuple[int, list[str]]]]:
-        """Run a command while the body does something else.
+    def run_two_at_once(
+        self, commands: Iterable[list[str]], cwd: Path, environment: dict[str, str]
+    ) -> Iterator[tuple[int, int, list[str]]]:
+        """Run commands in order, two at a time; nothing is shown.
+
+        The lines of one go to the log in one piece, when it has ended.
 
         Yields:
-            what waits for the command; takes ``show`` and returns as ``run`` does.
+            as commands end: which it was, from 0 on, and what ``run`` returns.
         """
-        with tempfile.TemporaryFile("w+", errors="replace") as output:
-            process = _start(command, cwd, environment, output)
-
-            def wait(show: Callable[[str], None]) -> tuple[int, list[str]]:
-                process.wait()
+        waiting = enumerate(commands)
+        running: dict[int, tuple[int, subprocess.Popen[str], IO[str]]] = {}
+        while True:
+            for index, command in itertools.islice(waiting, 2 - len(running)):
+                output = tempfile.TemporaryFile("w+", errors="replace")
+                process = _start(command, cwd, environment, output)
+                running[process.pid] = index, process, output
+            if not running:
+                return
+            # Also those that lost their parent, below `nothing_left_behind`.
+            pid, status = os.waitpid(-1, 0)
+            if pid not in running:
+                continue
+            index, process, output = running.pop(pid)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            with output:
                 output.seek(0)
-                return self._follow(process, output, show)
-
-            try:
-                yield wait
-            finally:
-                if process.poll() is None:
-                    _end(process)
+                yield index, *self._follow(process, output, lambda line: None)
 
     def _follow(
         self,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``./build.sh test`` runs: the parts, side by side where there is room."""
+"""What ``./build.sh test`` runs: the parts, two sessions at once where there is room."""
 
 import contextlib
-import functools
+import dataclasses
 import os
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools.common import PYTEST_OPTIONS, Checkout, ToolError
@@ -15,8 +14,8 @@ from tools.processes import Log, nothing_left_behind
 PARTS = ("series", "lint", "tools", "upstream", "v1", "v2")
 QUICK = ("series", "v1", "v2")
 """Parts of a quick test, the engines' in short."""
-_ENGINE = ["tests", "--ignore=tests/tools", "--parts=3"]
-_LONGEST = "v1"
+_ENGINE_PARTS = 3
+"""Sessions a runner, one after the other: each keeps the engines that it starts."""
 _ROOM_FOR_TWO = 16 * 2**30
 """Bytes of memory for two sessions of the engine tests at once, seen to take 14 GiB."""
 
@@ -26,42 +25,57 @@ _SUMMARY = re.compile(
 )
 
 
-def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[str]]:
-    """The command of each part."""
-    engine = ["tests", "--ignore=tests/tools", "--quick"] if quick else _ENGINE
+def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[list[str]]]:
+    """The sessions of each part, a command each, what takes longest first."""
     python = str(checkout.venv / "bin" / "python")
     pytest = [python, "-s", "-m", "pytest", *PYTEST_OPTIONS]
+
+    def engine(runner: str) -> list[list[str]]:
+        options = [*pytest, "tests", "--ignore=tests/tools", f"--runner={runner}"]
+        if quick:
+            return [[*options, "--quick"]]
+        numbers = range(_ENGINE_PARTS)
+        return [[*options, f"--parts={_ENGINE_PARTS}", f"--part={i}"] for i in numbers]
+
     return {
-        "series": [python, "-m", "tools.series", "check"],
-        "lint": [python, "-m", "tools.build", "lint"],
-        "tools": [*pytest, "--confcutdir=tests/tools", "tests/tools"],
-        "upstream": [python, "-m", "tools.upstream_tests"],
-        "v1": [*pytest, *engine, "--runner=v1"],
-        "v2": [*pytest, *engine, "--runner=v2"],
+        "series": [[python, "-m", "tools.series", "check"]],
+        "lint": [[python, "-m", "tools.build", "lint"]],
+        "tools": [[*pytest, "--confcutdir=tests/tools", "tests/tools"]],
+        "v1": engine("v1"),
+        "upstream": [[python, "-m", "tools.upstream_tests"]],
+        "v2": engine("v2"),
     }
 
 
-class _Report:
-    """What each part said, printed as it runs and summed up at the end."""
+@dataclasses.dataclass
+class _Part:
+    """What the sessions of a part said, as they end."""
 
-    def __init__(self) -> None:
-        self.rows: list[str] = []
-        self.failed: list[str] = []
+    name: str
+    sessions: int
+    statuses: list[int] = dataclasses.field(default_factory=list)
+    said: list[str] = dataclasses.field(default_factory=list)
 
-    def part(self, name: str, run: Callable[..., tuple[int, list[str]]]) -> None:
-        print(f"\n--- {name}", flush=True)
-        started = time.monotonic()
-        status, lines = run(show=lambda line: print(line, end="", flush=True))
+    @property
+    def failed(self) -> bool:
+        return any(self.statuses)
+
+    def add(self, status: int, lines: list[str]) -> None:
+        """Print what a session said."""
         matches = [found for line in lines if (found := _SUMMARY.match(line))]
-        # A part can be several sessions of pytest, each with a summary.
-        said = "; ".join(m.group(1) for m in matches) or f"exit status {status}"
-        if name in ("series", "lint") and not status:
-            said = lines[-1].strip()
+        # A session can be several of pytest, each with a summary.
+        said = [m.group(1) for m in matches] or [f"exit status {status}"]
+        if self.name in ("series", "lint") and not status:
+            said = [lines[-1].strip()]
+        self.statuses.append(status)
+        self.said += said
+        count = f", {len(self.statuses)} of {self.sessions}" * (self.sessions > 1)
         word = "FAILED" if status else "ok"
-        self.rows.append(f"{word:6} {name}: {said}")
-        print(f"--- {name}: {word}, {time.monotonic() - started:.0f} s")
-        if status:
-            self.failed.append(name)
+        print(f"--- {self.name}{count}: {word}", flush=True)
+
+    def __str__(self) -> str:
+        word = "FAILED" if self.failed else "ok"
+        return f"{word:6} {self.name}: {'; '.join(self.said)}"
 
 
 def test(
@@ -73,7 +87,8 @@ def test(
 ) -> None:
     """Run parts of the tests and print one summary of all.
 
-    The longest part runs beside others where there is room.
+    Two sessions run at once where there is room; then what a session prints is shown
+    when it has ended.
 
     Args:
         quick: the engine tests in short.
@@ -81,30 +96,38 @@ def test(
     Raises:
         ToolError: a part failed.
     """
-    parts, report = commands(checkout, quick), _Report()
-
-    def run(*names: str) -> None:
-        for name in names:
-            command = functools.partial(log.run, parts[name], checkout.root, environment)
-            if name in chosen:
-                report.part(name, command)
-
+    found = commands(checkout, quick)
+    parts = {name: _Part(name, len(found[name])) for name in found if name in chosen}
+    sessions = [(part, command) for part in parts.values() for command in found[part.name]]
     with nothing_left_behind():
-        run("series", "lint", "tools")
-        if {_LONGEST, "v2"} <= set(chosen) and has_room_for_two():
+        if {"v1", "v2"} <= set(chosen) and has_room_for_two():
             # Each on the core that is free; vLLM would bind both to the same one.
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             threads = max(len(os.sched_getaffinity(0)) // 2, 1)
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-            with log.beside(parts[_LONGEST], checkout.root, environment) as wait:
-                run("upstream", "v2")
-                report.part(_LONGEST, wait)
+
+            def begin() -> Iterator[list[str]]:
+                for part, command in sessions:
+                    print(f"--- {part.name}: begins", flush=True)
+                    yield command
+
+            for index, status, lines in log.run_two_at_once(
+                begin(), checkout.root, environment
+            ):
+                print("\n" + "\n".join(lines), flush=True)
+                sessions[index][0].add(status, lines)
         else:
-            run("upstream", "v1", "v2")
-    print(f"\nfull log: {log.path}\n" + "\n".join(report.rows))
-    if report.failed:
-        count = f"{len(report.failed)} of {len(report.rows)}"
-        raise ToolError(f"{count} parts failed: {', '.join(report.failed)}")
+            for part, command in sessions:
+                print(f"\n--- {part.name}", flush=True)
+                part.add(*log.run(command, checkout.root, environment, _show))
+    print(f"\nfull log: {log.path}", *parts.values(), sep="\n")
+    if failed := [part.name for part in parts.values() if part.failed]:
+        count = f"{len(failed)} of {len(parts)}"
+        raise ToolError(f"{count} parts failed: {', '.join(failed)}")
+
+
+def _show(line: str) -> None:
+    print(line, end="", flush=True)
 
 
 def has_room_for_two() -> bool:

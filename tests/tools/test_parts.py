@@ -26,7 +26,7 @@ def stand_in(root: Path, code: str) -> Checkout:
 
 @pytest.mark.parametrize("room", [False, True])
 @pytest.mark.parametrize(
-    "broken", ["none", "tools.series", "--runner=v1", "--runner=v2"]
+    "broken", ["none", "tools.series", "--runner=v1", "--runner=v2 --parts=3 --part=1"]
 )
 def test_every_part_of_the_tests_is_run_and_counted(
     tmp_path, monkeypatch, capsys, room, broken
@@ -37,7 +37,7 @@ def test_every_part_of_the_tests_is_run_and_counted(
         tmp_path,
         f'echo "$@" >> {tmp_path}/calls\n'
         'echo "=== 3 passed in 0.12s ==="\n'
-        f'case "$*" in *{broken}*) exit 1;; esac\n',
+        f'case "$*" in *"{broken}"*) exit 1;; esac\n',
     )
     log = Log(checkout, "test")
     if broken == "none":
@@ -48,7 +48,12 @@ def test_every_part_of_the_tests_is_run_and_counted(
     calls = (tmp_path / "calls").read_text()
     for part in ("tools.series check", "tools.build lint", "tests/tools", "tools.upstream_tests"):
         assert part in calls
-    assert calls.count("--runner=v1") == calls.count("--runner=v2") == 1
+    sessions = [line.partition("--ignore=tests/tools ")[2] for line in calls.splitlines()]
+    assert sorted(filter(None, sessions)) == [
+        f"--runner={runner} --parts=3 --part={part}"
+        for runner in ("v1", "v2")
+        for part in range(3)
+    ]
     summary = capsys.readouterr().out.partition("full log:")[2].splitlines()[1:]
     assert len(summary) == 6
     assert sum("3 passed" in line for line in summary) >= 4
@@ -59,8 +64,9 @@ def test_every_part_of_the_tests_is_run_and_counted(
 def test_a_part_can_be_run_alone(tmp_path, capsys):
     checkout = stand_in(tmp_path, f'echo "$@" >> {tmp_path}/calls\n')
     parts.test(checkout, Log(checkout, "test"), {}, ("upstream", "v1"))
-    (first, second) = (tmp_path / "calls").read_text().splitlines()
-    assert "tools.upstream_tests" in first and "--runner=v1" in second
+    *engine, upstream = (tmp_path / "calls").read_text().splitlines()
+    assert "tools.upstream_tests" in upstream
+    assert len(engine) == 3 and all("--runner=v1" in line for line in engine)
     assert len(capsys.readouterr().out.partition("full log:")[2].splitlines()) == 3
 
 
@@ -68,10 +74,10 @@ def test_a_quick_test(tmp_path, capsys):
     """The engines' parts in short, and what is named of it alone."""
     checkout = stand_in(tmp_path, f'echo "$@" >> {tmp_path}/calls; echo fine\n')
     parts.test(checkout, Log(checkout, "test"), {}, parts.QUICK, quick=True)
-    series, *engines = (tmp_path / "calls").read_text().splitlines()
-    assert "tools.series check" in series
-    assert len(engines) == 2
-    assert all("tests --ignore=tests/tools --quick" in line for line in engines)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    engines = [line for line in calls if "tools.series check" not in line]
+    assert len(calls) == 3 and len(engines) == 2
+    assert all(line.endswith(" --quick") for line in engines)
     assert not any("--parts" in line for line in engines)
     assert "--quick" not in str(parts.commands(checkout))
 
@@ -104,35 +110,24 @@ def test_the_summary_line_of_pytest_is_recognised(line, said):
     assert (found and found.group(1)) == said
 
 
-def test_a_command_beside_another(tmp_path):
+def test_commands_at_once_do_not_mix(tmp_path):
     log = Log(Checkout(tmp_path), "test")
-    shown = []
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    slow = ["sh", "-c", f"cat {gate}; echo slow"]
+    slow = ["sh", "-c", f"echo one; cat {gate}; echo two"]
     quick = [sys.executable, "-c", "print('quick'); raise SystemExit(3)"]
-    with log.beside(slow, tmp_path, dict(os.environ)) as wait:
-        assert log.run(quick, tmp_path, dict(os.environ), shown.append)[0] == 3
-        gate.write_text("")  # lets the other go on
-        assert wait(show=shown.append) == (0, ["slow"])
-    assert shown == ["quick\n", "slow\n"]
-    assert "slow" in log.path.read_text()
+    ends = log.run_two_at_once([slow, quick, quick], tmp_path, dict(os.environ))
+    assert next(ends) == (1, 3, ["quick"])
+    assert next(ends) == (2, 3, ["quick"])
+    gate.write_text("")  # lets the first go on
+    assert [*ends] == [(0, 0, ["one", "two"])]
+    assert "\none\ntwo\n" in log.path.read_text()
 
 
 def pipe(file: Path) -> Path:
     """A named pipe, whose text can be read once a process has written it."""
     os.mkfifo(file)
     return file
-
-
-def test_a_command_beside_one_that_fails_is_ended(tmp_path):
-    log = Log(Checkout(tmp_path), "test")
-    started = pipe(tmp_path / "pid")
-    command = ["sh", "-c", f"echo $$ > {started}; exec sleep 99"]
-    with pytest.raises(ToolError), log.beside(command, tmp_path, dict(os.environ)):
-        pid = started.read_text().strip()
-        raise ToolError("of the other")
-    assert not Path(f"/proc/{pid}").exists()
 
 
 PROGRAM = """
@@ -147,22 +142,33 @@ processes._SECONDS_TO_END = 1
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 checkout = Checkout(Path(sys.argv[1]))
 log = processes.Log(checkout, "test")
-run_main(lambda: test.test(checkout, log, {"PATH": "/usr/bin:/bin"}, ("tools",)))
+test.has_room_for_two = lambda: True
+parts = tuple(sys.argv[2].split(","))
+run_main(lambda: test.test(checkout, log, {"PATH": "/usr/bin:/bin"}, parts))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("stubborn", ["", "trap '' TERM INT; "])
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, stubborn):
+@pytest.mark.parametrize("names", ["tools", "tools,v1,v2"])
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, stubborn, names):
     """Not even a server in a session of its own, its parent gone, and its child."""
     engine = f"{stubborn}echo $$ > {tmp_path}/engine; sleep 301; sleep 302"
     server = f"{stubborn}sh -c \"{engine}\" & echo $$ > {tmp_path}/server; sleep 303; sleep 304"
     (tmp_path / "server.sh").write_text(server)
-    stand_in(tmp_path, f"(setsid sh {tmp_path}/server.sh &)\nsleep 305\n")
+    stand_in(
+        tmp_path,
+        f'echo "$@" >> {tmp_path}/calls\n'
+        f'case "$*" in *tests/tools) (setsid sh {tmp_path}/server.sh &);; esac\n'
+        "sleep 305\n",
+    )
     pipes = [pipe(tmp_path / name) for name in ("server", "engine")]
-    run = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=HERE.root)
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path), names]
+    run = subprocess.Popen(program, cwd=HERE.root)
     started = [file.read_text().strip() for file in pipes]
     assert all(Path(f"/proc/{pid}").exists() for pid in started)
     run.send_signal(number)
     assert run.wait(timeout=60) == 1
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    # What was to come was not begun.
+    assert len((tmp_path / "calls").read_text().splitlines()) <= 2

@@ -71,6 +71,7 @@ if __name__ == "__main__":  # says --help and mistakes before vLLM is imported
 
 import numpy as np
 import utio_calibrate as calibrate
+from common.forced import ForcedTokens
 from compare.texts import Encoder, encode_stream
 from score_perplexity import new_engine
 from tqdm import tqdm
@@ -85,7 +86,7 @@ from utio_frontier import (
     show,
     write_csv,
 )
-from utio_ways import AtTheCutoff, BeforeTheStep, Chosen, ExitHead, ForcedTokens
+from utio_ways import AtTheCutoff, BeforeTheStep, Chosen, ExitHead
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.model_executor.layers.depth.calibration import Calibration, load_calibration
 

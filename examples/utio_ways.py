@@ -12,32 +12,11 @@ import torch
 from torch import nn
 from utio_options import AGREEMENT, ENTROPY, PROBE, RANDOM
 from vllm.model_executor.layers.depth.calibration import load_calibration
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.depth.policy import (
     CalibratedProbe,
     CutoffPolicy,
     DepthPolicy,
 )
-
-
-class ForcedTokens(AdapterLogitsProcessor):
-    """Makes a request generate the tokens in its `extra_args["forced"]`."""
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params):
-        forced = (params.extra_args or {}).get("forced")
-        if forced is None:
-            return None
-
-        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            token = forced[len(output_ids)]
-            logits.fill_(-torch.inf)
-            logits[token] = 0.0
-            return logits
-
-        return force
 
 
 class Chosen:

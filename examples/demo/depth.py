@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
+from common.forced import ForcedTokens
 from engine import BLOCK, by_turns, options, over
 from files import LONGEST, Files, tokens
 from rows import Row, ratio
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 LAYERS = 12
 CUTOFFS = [6, 9]
@@ -23,26 +22,6 @@ PROMPT = BLOCK + 1
 TIMED = 9
 BUDGET = 8
 """Seconds in which the ways take turns."""
-
-
-class ForcedTokens(AdapterLogitsProcessor):
-    """Makes a request generate the tokens in its `extra_args["forced"]`."""
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params):
-        forced = (params.extra_args or {}).get("forced")
-        if forced is None:
-            return None
-
-        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            token = forced[len(output_ids)]
-            logits.fill_(-torch.inf)
-            logits[token] = 0.0
-            return logits
-
-        return force
 
 
 def run(files: Files) -> Iterator[Row]:

@@ -109,7 +109,7 @@ FAULTS = {
     "prompt_logprobs": {
         "target_temperature": BAD_TEMPERATURES,
         "prompt_logprobs": BAD_COUNTS,
-        "prompt": [[-1], [1.5], {}, 5, IDS * MAX_MODEL_LEN],
+        "prompt": BAD_PROMPTS,
     },
     "echo": {
         "echo": ["no bool", 5, [], {}],

@@ -114,7 +114,7 @@ def eager(llm, on: bool) -> None:
 @functools.cache
 def calibration(llm, loop):
     """Probes, as a policy, and translators, of random weights and the widths that
-    `examples/utio_calibrate.py` gives them."""
+    `examples/applications/utio/utio_calibrate.py` gives them."""
     import torch
     from vllm.model_executor.layers.depth.calibration import (
         ProbeWeights,

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Serves the reference model by depth: of the tokens of a decode step, shares exit after 6
 # and after 9 of the 12 layers. Options of `vllm serve` can follow. Another model takes a
-# calibration of its own: examples/utio_calibrate.py --help.
+# calibration of its own: examples/applications/utio/utio_calibrate.py --help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec .venv/bin/vllm serve examples/reference_model/model --served-model-name reference \

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model's folder and the options of `examples/utio_calibrate.py`."""
+"""A tiny model's folder and the options of `examples/applications/utio/utio_calibrate.py`."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tiny_models import CONFIGS, save_model
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "applications" / "utio"))
 
 # Qwen3-MoE exits, but the program does not fit anything to it.
 FAMILIES = [

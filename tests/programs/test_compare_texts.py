@@ -116,7 +116,7 @@ def test_odd_texts(text, small_pieces):
 READ_ALL = """
 import resource, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[1:3]
+sys.path[:0] = sys.argv[1:4]
 from transformers import AutoTokenizer
 import score_kld, utio_calibrate
 from compare.texts import ByteCounter, stream_windows, read_file
@@ -136,9 +136,9 @@ def calibrate(path):
     windows = utio_calibrate.cut(tokenizer, [path], 256, 20_000)
     return utio_calibrate.count(windows), len({*map(tuple, windows)})
 
-path, few = map(Path, sys.argv[3:5])
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[5])
-read = {"compare": compare, "calibrate": calibrate}[sys.argv[6]]
+path, few = map(Path, sys.argv[4:6])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[6])
+read = {"compare": compare, "calibrate": calibrate}[sys.argv[7]]
 read(few)
 before = peak()
 print(*read(path), (peak() - before) * 1024)
@@ -172,7 +172,8 @@ def wikitext(tmp_path_factory) -> list[Path]:
 
 @pytest.mark.parametrize("reader", ["compare", "calibrate"])
 def test_a_text_of_wikitexts_size_is_read_in_bounded_memory(wikitext, reader):
-    paths = [EXAMPLES / "applications", EXAMPLES, *wikitext]
+    applications = EXAMPLES / "applications"
+    paths = [applications / "kld", applications / "utio", applications, *wikitext]
     model = EXAMPLES / "reference_model" / "model"
     done = subprocess.run(
         [sys.executable, "-s", "-c", READ_ALL, *paths, model, reader],

@@ -10,15 +10,15 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = [
     "score_perplexity.py",
-    "score_kld.py",
-    "utio_calibrate.py",
-    "utio_tradeoff.py",
     "demo",
     "lm_eval/run.py",
     "applications/ace",
     "applications/compare",
     "applications/dual_vllm",
     "applications/icm/icm.py",
+    "applications/kld/score_kld.py",
+    "applications/utio/utio_calibrate.py",
+    "applications/utio/utio_tradeoff.py",
 ]
 CODE = """
 import runpy, sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/score_kld.py` against the whole distributions of Hugging Face float32."""
+"""`score_kld.py` against the whole distributions of Hugging Face float32."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tiny_models import CONFIGS, make_tokenizer, save_model
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications" / "kld")]
 
 VOCABULARY = CONFIGS["llama"].vocab_size
 TOP_KS = (1, 8, 64, VOCABULARY)

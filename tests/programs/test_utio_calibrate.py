@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/utio_calibrate.py` against the same figures taken the plain way."""
+"""`examples/applications/utio/utio_calibrate.py` against the same figures taken the plain way."""
 
 import math
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `examples/utio_calibrate.py` reads, refuses and leaves behind."""
+"""What `examples/applications/utio/utio_calibrate.py` reads, refuses and leaves behind."""
 
 import errno
 import io

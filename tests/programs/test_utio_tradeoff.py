@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/utio_tradeoff.py` against a plain PyTorch loop."""
+"""`examples/applications/utio/utio_tradeoff.py` against a plain PyTorch loop."""
 
 import csv
 import math
@@ -17,7 +17,7 @@ from tiny_models import CONFIGS
 from torch.nn.functional import gelu
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "applications" / "utio"))
 TEXTS = [ROOT / "tests" / name for name in ("oracle.py", "scoring.py", "conftest.py")]
 CUTOFFS = [2, 4]
 ORACLES = ("oracle", "oracle-perplexity", "oracle-agreement")

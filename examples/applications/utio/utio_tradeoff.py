@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What routing by depth saves and what it costs, for a model and a text.
 
-    .venv/bin/python examples/utio_tradeoff.py --calibration probe.safetensors --output plot.png
-    .venv/bin/python examples/utio_tradeoff.py --model facebook/opt-125m --cutoffs 4 6 8 \\
+    .venv/bin/python examples/applications/utio/utio_tradeoff.py --calibration probe.safetensors --output plot.png
+    .venv/bin/python examples/applications/utio/utio_tradeoff.py --model facebook/opt-125m --cutoffs 4 6 8 \\
         --text book.txt --leaving 0.3 0.5
 
 Each way of routing is run at each early exit with each share of leavers, one exit at a
@@ -43,7 +43,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-EXAMPLES = Path(__file__).parent
+EXAMPLES = Path(__file__).parents[2]
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Policies and the text that is forced are shared with the engine: one process, and the

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL divergence of a model, or of a quantization, from a reference model.
 
-    .venv/bin/python examples/score_kld.py write --model A --text FILE --reference a.safetensors
-    .venv/bin/python examples/score_kld.py compare --model B --reference a.safetensors
+    .venv/bin/python examples/applications/kld/score_kld.py write --model A --text FILE --reference a.safetensors
+    .venv/bin/python examples/applications/kld/score_kld.py compare --model B --reference a.safetensors
 
 `write` keeps, for each position of a text, the K most probable tokens of model A with
 their exact log-probabilities, and the probability that is left for all others, the
@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "applications")]
+EXAMPLES = Path(__file__).parents[2]
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 from common import quiet
 from common.program import interruptible

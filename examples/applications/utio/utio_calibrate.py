@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits what a token that leaves early says, and what leaving costs it.
 
-    .venv/bin/python examples/utio_calibrate.py --cutoffs 6 --output probe.safetensors
-    .venv/bin/python examples/utio_calibrate.py --model facebook/opt-125m --cutoffs 4 8 \\
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 6 --output probe.safetensors
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --model facebook/opt-125m --cutoffs 4 8 \\
         --text book.txt notes/ --tokens 200000 --output opt.safetensors
 
 Let x be a token's residual stream after `cutoff` layers. Its features are x / rms(x),
@@ -60,8 +60,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-EXAMPLES = Path(__file__).parent
-sys.path.append(str(EXAMPLES / "applications"))
+EXAMPLES = Path(__file__).parents[2]
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 import utio_options
 from common import quiet

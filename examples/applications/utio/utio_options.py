@@ -9,7 +9,7 @@ import argparse
 import tomllib
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parent
+EXAMPLES = Path(__file__).parents[2]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 RANDOM, TIS, ENTROPY = "random", "tis", "entropy"
 PROBE, AGREEMENT = "probe", "agreement"

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting by early exits against plain decoding and n-gram lookup.
 
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 --tokens 80000 --output FILE
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 \\
+        --tokens 80000 --output FILE
     taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
 
 The reference model, which was trained with early exits, is inflated to width 1,024, so
 that its products cost what those of a model in use cost (`inflate.py`; what it computes
-stays the same). FILE is what `examples/applications/utio/utio_calibrate.py --cutoffs 1 2` fitted to it.
+stays the same). FILE is what the first command fitted to it.
 Each way is an engine in a process of its own, compiled where its name does not say eager.
 They answer the same prompts, of held-out source files, by turns; a ratio is one turn's
 tokens a second by those of a plain engine in the same round. Prefill is part of a turn, and

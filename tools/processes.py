@@ -61,22 +61,23 @@ class Log:
         """
         waiting = enumerate(commands)
         running: dict[int, tuple[int, subprocess.Popen[str], IO[str]]] = {}
-        while True:
-            for index, command in itertools.islice(waiting, 2 - len(running)):
-                output = tempfile.TemporaryFile("w+", errors="replace")
-                process = _start(command, cwd, environment, output)
-                running[process.pid] = index, process, output
-            if not running:
-                return
-            # Also those that lost their parent, below `nothing_left_behind`.
-            pid, status = os.waitpid(-1, 0)
-            if pid not in running:
-                continue
-            index, process, output = running.pop(pid)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            with output:
-                output.seek(0)
-                yield index, *self._follow(process, output, lambda line: None)
+        with contextlib.ExitStack() as files:
+            while True:
+                for index, command in itertools.islice(waiting, 2 - len(running)):
+                    output = files.enter_context(
+                        tempfile.TemporaryFile("w+", errors="replace")
+                    )
+                    process = _start(command, cwd, environment, output)
+                    running[process.pid] = index, process, output
+                if not running:
+                    return
+                # Also those that lost their parent, below `nothing_left_behind`.
+                pid, status = os.waitpid(-1, 0)
+                if pid in running:
+                    index, process, output = running.pop(pid)
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    output.seek(0)
+                    yield index, *self._follow(process, output, lambda line: None)
 
     def _follow(
         self,

@@ -15,7 +15,7 @@ EXAMPLES = HERE.parent
 ROOT = EXAMPLES.parent
 REFERENCE = EXAMPLES / "reference_model"
 CALIBRATION = HERE / "calibration.safetensors"
-"""Of the reference model: examples/applications/utio/utio_calibrate.py --cutoffs 6 9 --output ..."""
+"""Of the reference model: `utio_calibrate.py --cutoffs 6 9 --output ...`."""
 TIMES, VOCABULARY = 4, 131_072
 LONGEST = 1023
 """Tokens of a text; the model takes 1,024, and vLLM wants room for one."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL divergence of a model, or of a quantization, from a reference model.
 
-    .venv/bin/python examples/applications/kld/score_kld.py write --model A --text FILE --reference a.safetensors
-    .venv/bin/python examples/applications/kld/score_kld.py compare --model B --reference a.safetensors
+    kld=examples/applications/kld
+    .venv/bin/python $kld/score_kld.py write --model A --text FILE --reference a.safetensors
+    .venv/bin/python $kld/score_kld.py compare --model B --reference a.safetensors
 
 `write` keeps, for each position of a text, the K most probable tokens of model A with
 their exact log-probabilities, and the probability that is left for all others, the

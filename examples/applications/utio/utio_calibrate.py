@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits what a token that leaves early says, and what leaving costs it.
 
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 6 --output probe.safetensors
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --model facebook/opt-125m --cutoffs 4 8 \\
+    utio=examples/applications/utio
+    .venv/bin/python $utio/utio_calibrate.py --cutoffs 6 --output probe.safetensors
+    .venv/bin/python $utio/utio_calibrate.py --model facebook/opt-125m --cutoffs 4 8 \\
         --text book.txt notes/ --tokens 200000 --output opt.safetensors
 
 Let x be a token's residual stream after `cutoff` layers. Its features are x / rms(x),

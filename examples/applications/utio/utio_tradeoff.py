@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What routing by depth saves and what it costs, for a model and a text.
 
-    .venv/bin/python examples/applications/utio/utio_tradeoff.py --calibration probe.safetensors --output plot.png
-    .venv/bin/python examples/applications/utio/utio_tradeoff.py --model facebook/opt-125m --cutoffs 4 6 8 \\
+    utio=examples/applications/utio
+    .venv/bin/python $utio/utio_tradeoff.py --calibration probe.safetensors --output plot.png
+    .venv/bin/python $utio/utio_tradeoff.py --model facebook/opt-125m --cutoffs 4 6 8 \\
         --text book.txt --leaving 0.3 0.5
 
 Each way of routing is run at each early exit with each share of leavers, one exit at a

@@ -30,6 +30,7 @@ def live_server(
     runner: str,
     log: Path,
     environ: Mapping[str, str] = MappingProxyType({}),
+    survives: bool = True,
 ) -> Iterator[tuple[subprocess.Popen, int]]:
     """Starts `vllm serve`; yields its process and its port once it answers.
 
@@ -39,6 +40,7 @@ def live_server(
         runner: one of `runners.RUNNERS`.
         log: file for what it prints.
         environ: more of its environment.
+        survives: whether it has to run still when the tests are done.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -63,7 +65,7 @@ def live_server(
     try:
         until(answers, START_SECONDS, said)
         yield process, port
-        assert process.poll() is None, said()
+        assert not survives or process.poll() is None, said()
     finally:
         process.terminate()
         process.wait(60)

@@ -25,14 +25,18 @@ EARLY, LATE = (RANDOM, TIS), (ENTROPY, *CALIBRATED, *ORACLES)
 """Ways that decide before a step, and at the cutoff."""
 
 
-def parse_calibrate(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Fits what a token that leaves early says, and what leaving costs it."
-    )
+def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default=str(EXAMPLES / "reference_model/model"),
         help=f"folder or name of a Hugging Face model: {', '.join(FAMILIES)}",
     )  # fmt: skip
+
+
+def parse_calibrate(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Fits what a token that leaves early says, and what leaving costs it."
+    )
+    add_model(parser)
     parser.add_argument(
         "--cutoffs", type=int, nargs="+", required=True, metavar="LAYERS",
         help="layers that a token runs before it may leave, a probe for each",
@@ -115,10 +119,7 @@ def parse_tradeoff(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="What routing by depth saves and what it costs, for a model and a text."
     )
-    parser.add_argument(
-        "--model", default=str(EXAMPLES / "reference_model/model"),
-        help=f"folder or name of a Hugging Face model: {', '.join(FAMILIES)}",
-    )  # fmt: skip
+    add_model(parser)
     parser.add_argument(
         "--cutoffs", type=int, nargs="+", metavar="LAYERS",
         help="early exits, tried singly; default: half of the layers",

@@ -6,6 +6,7 @@ import signal
 from common import quiet
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by who starts it
 quiet.hush(in_process=True)  # of this process too
 
 import lm_eval.models.vllm_causallms  # noqa: F401

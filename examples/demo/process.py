@@ -8,10 +8,11 @@ a part's memory goes back when it ends. What libraries print goes to a file.
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,13 @@ class Server:
         self.context.set_forkserver_preload(["preload"])
         # Python 3.11 does not hand sys.path to the process that preloads.
         with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
-            forkserver.ensure_running()
+            resource_tracker.ensure_running()  # else the next call does, and unblocks
+            # It would end with a traceback until `preload` has said how to end.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def run(self, module: str, *arguments: Any) -> Iterator[Any]:
         """Yields what `run(*arguments)` of a module yields in a process of its own.

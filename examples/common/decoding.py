@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teacher forcing in decoding: a request generates the tokens that it is told.
+"""Timed decoding, and teacher forcing in it, for programs that run the engine themselves."""
 
-For programs that run the engine themselves: `LLM(..., logits_processors=[ForcedTokens])`.
-"""
+import time
+from collections.abc import Iterable
 
 import torch
+from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
 class ForcedTokens(AdapterLogitsProcessor):
-    """Makes a request generate the tokens in its `extra_args["forced"]`."""
+    """Makes a request generate the tokens in its `extra_args["forced"]`.
+
+    To be given as `LLM(..., logits_processors=[ForcedTokens])`.
+    """
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -26,3 +30,27 @@ class ForcedTokens(AdapterLogitsProcessor):
             return logits
 
         return force
+
+
+def decode_together(
+    llm: LLM, requests: Iterable[tuple[list[int], SamplingParams]]
+) -> tuple[list[CompletionOutput], float]:
+    """Runs prompts at once, each with its parameters; request ids are their numbers.
+
+    Returns:
+        the completions, and the seconds since all requests had a token.
+    """
+    engine = llm.llm_engine
+    count = 0
+    for ids, params in requests:
+        engine.add_request(f"{count}", TokensPrompt(prompt_token_ids=ids), params)
+        count += 1
+    done, begun, started = {}, set(), 0.0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            begun.add(output.request_id)
+            if output.finished:
+                done[int(output.request_id)] = output.outputs[0]
+        if not started and len(begun) == count:
+            started = time.perf_counter()
+    return [done[n] for n in range(count)], time.perf_counter() - started

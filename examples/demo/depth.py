@@ -2,15 +2,14 @@
 """Decoding by depth: how much faster steps are, and what it costs in quality."""
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from common.forced import ForcedTokens
+from common.decoding import ForcedTokens, decode_together
 from engine import BLOCK, by_turns, options, over
 from files import LONGEST, Files, tokens
 from rows import Row, ratio
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
 
 LAYERS = 12
 CUTOFFS = [6, 9]
@@ -127,16 +126,5 @@ def generate(
     llm: LLM, windows: list[list[int]], params: list[SamplingParams]
 ) -> tuple[list, float]:
     """The completions, and the seconds since all requests had a token."""
-    engine = llm.llm_engine
-    for n, (window, own) in enumerate(zip(windows, params, strict=True)):
-        prompt = TokensPrompt(prompt_token_ids=window[:PROMPT])
-        engine.add_request(f"{n}", prompt, own)
-    done, begun, started = {}, set(), 0.0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            begun.add(output.request_id)
-            if output.finished:
-                done[int(output.request_id)] = output.outputs[0]
-        if not started and len(begun) == len(windows):
-            started = time.perf_counter()
-    return [done[n] for n in range(len(windows))], time.perf_counter() - started
+    prompts = (window[:PROMPT] for window in windows)
+    return decode_together(llm, zip(prompts, params, strict=True))

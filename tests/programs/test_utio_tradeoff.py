@@ -39,7 +39,7 @@ def swept(model_folder, tmp_path_factory):
 
         def speedup(self, llm, max_depth):
             if not hasattr(self, "timed_steps"):
-                self.timed_steps = timed_steps(utio_tradeoff, self, llm)
+                self.timed_steps = timed_steps(self, llm)
             return super().speedup(llm, max_depth)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -60,15 +60,16 @@ def swept(model_folder, tmp_path_factory):
     return points, utio_tradeoff, folder, made[0]
 
 
-def timed_steps(module, sweep, llm, max_tokens=5) -> int:
+def timed_steps(sweep, llm, max_tokens=5) -> int:
     """How many of the engine's steps a speed-up is made of."""
+    from common import decoding
     from vllm import SamplingParams
 
     steps, engine = [], llm.llm_engine
     step = engine.step
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(perf_counter=lambda: len(steps))
-        patch.setattr(module, "time", clock)
+        patch.setattr(decoding, "time", clock)
         patch.setattr(engine, "step", lambda: steps.append(1) or step())
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         sweep.generate(llm, [params] * len(sweep.windows))

@@ -38,7 +38,6 @@ import os
 import random
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -72,7 +71,7 @@ if __name__ == "__main__":  # says --help and mistakes before vLLM is imported
 
 import numpy as np
 import utio_calibrate as calibrate
-from common.forced import ForcedTokens
+from common.decoding import ForcedTokens, decode_together
 from compare.texts import Encoder, encode_stream
 from score_perplexity import new_engine
 from tqdm import tqdm
@@ -88,7 +87,7 @@ from utio_frontier import (
     write_csv,
 )
 from utio_ways import AtTheCutoff, BeforeTheStep, Chosen, ExitHead
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.depth.calibration import Calibration, load_calibration
 
 
@@ -302,20 +301,9 @@ class Sweep:
         Requests are named by their numbers, all decode at once.
         """
         Chosen.forget()
-        engine = llm.llm_engine
-        for n, (window, own) in enumerate(zip(self.windows, params)):
-            ids = window[: self.args.prompt_length].tolist()
-            engine.add_request(f"{n}", TokensPrompt(prompt_token_ids=ids), own)
-        done, begun, started = {}, set(), 0.0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                begun.add(output.request_id)
-                if output.finished:
-                    done[int(output.request_id)] = output.outputs[0]
-            if not started and len(begun) == len(params):
-                started = time.perf_counter()
-        self.decoding = time.perf_counter() - started
-        return [done[n] for n in range(len(params))]
+        prompts = (w[: self.args.prompt_length].tolist() for w in self.windows)
+        found, self.decoding = decode_together(llm, zip(prompts, params))
+        return found
 
     def add(
         self,

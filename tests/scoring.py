@@ -139,6 +139,14 @@ def assert_options(
     np.testing.assert_allclose(scores.tail_logprob, np.log(tail), rtol=0, atol=2 * atol)
 
 
+def assert_generated(completion, oracle, ids: list[int], asked: dict) -> None:
+    """Asserts what `target_generated` says of a sequence, whatever chose its tokens."""
+    tokens = list(completion.token_ids)
+    rows = [[token, *asked.get("token_ids", ())] for token in tokens]
+    options = {name: asked[name] for name in ("temperature", "top_k") if name in asked}
+    assert_options(completion.target_logprobs, oracle, ids + tokens, rows, **options)
+
+
 def assert_same_scores(left, right) -> None:
     """Asserts that two results hold the same numbers, to the bit."""
     assert left.start == right.start

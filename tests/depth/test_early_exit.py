@@ -22,7 +22,7 @@ from early_exits import (
     start,
     watched,
 )
-from scoring import assert_scores, params, prompt, random_ids
+from scoring import assert_generated, assert_scores, params, prompt, random_ids
 
 
 @pytest.fixture(scope="session")
@@ -234,6 +234,15 @@ def test_logprobs_of_generated_tokens(llm, llama):
             best = np.sort(row)[::-1][:3]
             ranked = sorted((x.logprob for x in found.values()), reverse=True)[:3]
             assert np.allclose(ranked, best, atol=1e-4)
+
+
+def test_scores_of_generated_tokens(llm, llama):
+    prompts = random_prompts(4, VOCABULARY, 30, seed=9)
+    asked = {"token_ids": [3], "top_k": 2}
+    sampling = params(20, allowed_token_ids=[5, 6, 7], target_generated=asked)
+    for ids, completion in zip(prompts, generate(llm, prompts, sampling)):
+        assert len(completion.token_ids) == 20
+        assert_generated(completion, llama, ids, asked)
 
 
 def test_penalties_and_allowed_tokens(llm, llama):

@@ -105,6 +105,29 @@ def test_sampled_tokens(llm, llama):
         assert_logits(llama, [request], depth)
 
 
+def test_scores_are_those_of_the_depth(engine, llama):
+    """What `target_generated` says of tokens that ran fewer layers."""
+    llm = engine("deep_llama", max_num_batched_tokens=64, **UTIO)
+    depths = [2, 6, 4, 2]
+    prompts = [random_ids(n, VOCABULARY, 10 + 30 * n) for n in range(len(depths))]
+    asked = {"token_ids": [7]}
+    outputs = run(
+        llm,
+        [prompt(ids) for ids in prompts],
+        [params(8, max_depth=depth, target_generated=asked) for depth in depths],
+    )
+    for ids, depth, output in zip(prompts, depths, outputs):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        logits = llama.logits(ids, tokens, [depth] * len(tokens))
+        logp = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        expected = np.stack([logp[np.arange(len(tokens)), tokens], logp[:, 7]], axis=1)
+        scores = completion.target_logprobs
+        np.testing.assert_allclose(scores.logprobs, expected, rtol=0, atol=1e-4)
+        entropy = -(np.exp(logp) * logp).sum(axis=1)
+        np.testing.assert_allclose(scores.entropy, entropy, rtol=0, atol=1e-3)
+
+
 def test_no_unwritten_slot_is_read(llm, llama):
     poison_cache(llm)
     for _ in range(2):  # the second time in the blocks of the first

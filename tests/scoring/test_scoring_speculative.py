@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from scoring import assert_scores, params, prompt, random_ids
+from scoring import assert_generated, assert_scores, params, prompt, random_ids, run
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
@@ -85,3 +85,29 @@ def test_scoring_beside_speculative_requests(llm, oracle):
     for n, (name, ids) in enumerate(scoring.items()):
         assert_scores(outputs[name].target_logprobs, llama, ids, ids[1:])
         assert_greedy(llama, ids, outputs[name].outputs[0], 4 * n)
+
+
+def test_scores_of_accepted_tokens(llm, oracle):
+    """Those of a round have a row each, those that are rejected none."""
+    before = drafts(llm)
+    # With three tokens to choose from, n-grams come again; the other drafter knows no
+    # such limits.
+    method = llm.llm_engine.vllm_config.speculative_config.method
+    limits = {"allowed_token_ids": [5, 6, 7]} if method == "ngram" else {}
+    cases = [({}, {}), ({"token_ids": [6], "top_k": 3}, {}), (None, {})]
+    cases += [({"top_k": 2, "temperature": 0.5}, {"temperature": 1.0, "seed": 1})]
+    prompts = [[5, 6 + n] * (3 + n) for n in range(len(cases))]
+    sampling = [
+        params(GENERATED, target_generated=asked, **limits | options)
+        for asked, options in cases
+    ]
+    outputs = run(llm, [prompt(ids) for ids in prompts], sampling)
+    # Fewer rounds than tokens: some were accepted.
+    assert 0 < drafts(llm) - before < len(cases) * (GENERATED - 1)
+    for ids, output, (asked, _) in zip(prompts, outputs, cases):
+        (completion,) = output.outputs
+        assert len(completion.token_ids) == GENERATED
+        if asked is None:
+            assert completion.target_logprobs is None
+        else:
+            assert_generated(completion, oracle("llama"), ids, asked)

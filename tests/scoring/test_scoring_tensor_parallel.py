@@ -2,7 +2,15 @@
 """Scoring with the model, and so the vocabulary, in two processes."""
 
 import pytest
-from scoring import assert_options, assert_scores, params, prompt, random_ids, run
+from scoring import (
+    assert_generated,
+    assert_options,
+    assert_scores,
+    params,
+    prompt,
+    random_ids,
+    run,
+)
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
@@ -56,3 +64,11 @@ def test_the_most_probable_of_both_halves(llm, oracle):
     (output,) = run(llm, [request], params())
     options = {"temperature": 2.0, "top_k": 20}
     assert_options(output.target_logprobs, oracle("llama"), ids, ids[-60:], **options)
+
+
+def test_generated_tokens(llm, oracle):
+    asked = {"token_ids": [0, VOCABULARY - 1], "top_k": 5, "temperature": 0.5}
+    prompts = [random_ids(n, VOCABULARY, 20 + 30 * n) for n in range(4)]
+    outputs = run(llm, [prompt(ids) for ids in prompts], params(40, target_generated=asked))
+    for ids, output in zip(prompts, outputs):
+        assert_generated(output.outputs[0], oracle("llama"), ids, asked)

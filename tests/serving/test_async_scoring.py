@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from conftest import engine_options
-from scoring import assert_scores, params, prompt, random_ids
+from scoring import assert_generated, assert_scores, params, prompt, random_ids
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
@@ -147,3 +147,34 @@ def test_streaming_input_is_refused(serve, llama, name):
         return await last_output(llm, prompt(ids, ids[1:]), params(), "good")
 
     assert_scores(serve(use).target_logprobs, llama, ids, ids[1:])
+
+
+def test_scores_of_generated_tokens(serve, llama):
+    """Streams of deltas, of which a slow reader gets several in one."""
+    from vllm.sampling_params import RequestOutputKind
+
+    prompts = [random_ids(n, VOCABULARY, 10 + 20 * n) for n in range(6)]
+    asked = [{}, {"top_k": 20}, {"token_ids": [1, 2], "top_k": 2, "temperature": 3.0}]
+
+    async def read(llm, n):
+        kind = RequestOutputKind.DELTA if n % 2 else RequestOutputKind.FINAL_ONLY
+        sampling = params(12, target_generated=asked[n % 3], output_kind=kind)
+        first, position = None, len(prompts[n])
+        async for output in llm.generate(prompt(prompts[n]), sampling, f"g{n}"):
+            scores = output.outputs[0].target_logprobs
+            assert scores.start == position
+            position += len(scores.logprobs)
+            if first is None:
+                first = output
+            else:
+                first.add(output, aggregate=True)
+            await asyncio.sleep(0.05 * (n == 3))
+        return first
+
+    async def use(llm):
+        return await asyncio.gather(*(read(llm, n) for n in range(len(prompts))))
+
+    for n, output in enumerate(serve(use)):
+        (completion,) = output.outputs
+        assert len(completion.token_ids) == 12
+        assert_generated(completion, llama, prompts[n], asked[n % 3])

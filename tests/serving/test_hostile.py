@@ -64,6 +64,7 @@ GOOD = {
         GENERATE,
         {"token_ids": IDS, "sampling_params": SAMPLING, "target_token_ids": [6, 7]},
     ),
+    "generated": (COMPLETIONS, TEXTS | {"max_tokens": 2, "target_generated": {"top_k": 1}}),
     "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 0, "score_messages": "last"}),
     "chat prompt_logprobs": (
         CHAT,
@@ -80,6 +81,13 @@ BAD_ROWS = [
 ]
 BAD_TEXTS = [5, "", [5], [""], [], {}, True, "\ud800", [["x"]], [None]]
 BAD_ENCODINGS = ["x", 5, ["npy"], {}, True]
+BAD_GENERATED = [
+    *("x", 5, True, [], [{}], {"topk": 1}, {"": 1}),
+    *({"token_ids": ids} for ids in (5, "x", {}, [1.5], ["x"], [True], [[5]], [-1])),
+    *({"token_ids": ids} for ids in ([VOCABULARY], [10**30], [5] * (MAX_LOGPROBS + 1))),
+    *({"top_k": count} for count in [*BAD_COUNTS, 0, -1, True]),
+    *({"temperature": value} for value in BAD_TEMPERATURES),
+]
 BAD_PROMPTS = [
     *([], [-1], [5, VOCABULARY], [5, 10**30], [1.5], {}, 5),
     IDS * MAX_MODEL_LEN,
@@ -122,6 +130,12 @@ FAULTS = {
         "target_top_k": BAD_COUNTS,
         "encoding": BAD_ENCODINGS,
         "token_ids": [[-1], [VOCABULARY], [1.5], "x", {}],
+    },
+    "generated": {
+        "target_generated": BAD_GENERATED,
+        "stream": [True],
+        "max_tokens": [0],
+        "encoding": BAD_ENCODINGS,
     },
     "chat": {
         "score_messages": ["all", 5, [], {}, True, ""],

@@ -182,6 +182,19 @@ def process_groups() -> None:
     core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def model_classes() -> None:
+    """Has what vLLM asks a model's class answered here.
+
+    It imports vLLM in another process for that, as to import a model could initialize
+    CUDA, and keeps the answer by the class's name and file: not where caches are empty,
+    and not when the release's file has come between.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda answer: answer()
+
+
 @pytest.fixture(scope="session")
 def engine(runner: str, model_folder):
     """The in-process `LLM` of a family and its options, shared by the whole session.
@@ -201,6 +214,8 @@ def engine(runner: str, model_folder):
         llm = LLM(model=str(model_folder(family)), **(engine_options() | options))
         uses_v2 = llm.llm_engine.vllm_config.use_v2_model_runner
         assert uses_v2 == (runner == "v2"), "vLLM fell back to the other runner"
+        # The next one's start collects garbage five times: not among all these.
+        gc.freeze()
         return llm
 
     yield start

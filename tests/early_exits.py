@@ -28,6 +28,10 @@ VOCABULARY = CONFIGS["deep_llama"].vocab_size
 HIDDEN = CONFIGS["deep_llama"].hidden_size
 
 
+LARGE_STEPS = dict(max_num_seqs=256, max_num_batched_tokens=1024)
+"""Of an engine of which many tokens are drawn: most of a small step is overhead."""
+
+
 def options(exit_layer: int = 2, num_drafts: int = 3, **others) -> "Options":
     """`speculative_config` of an engine."""
     return Options(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from early_exits import (
     HIDDEN,
+    LARGE_STEPS,
     VOCABULARY,
     options,
     pvalue,
@@ -33,7 +34,7 @@ def llm(request, engine, tmp_path_factory):
         others = dict(calibration=str(file))
     if kind == "greedy drafts":
         others = dict(draft_sample_method="greedy")
-    return start(engine, options(EXIT, 2, **others), max_num_seqs=64)
+    return start(engine, options(EXIT, 2, **others), **LARGE_STEPS)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

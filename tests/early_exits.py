@@ -28,8 +28,12 @@ VOCABULARY = CONFIGS["deep_llama"].vocab_size
 HIDDEN = CONFIGS["deep_llama"].hidden_size
 
 
-LARGE_STEPS = dict(max_num_seqs=256, max_num_batched_tokens=1024)
-"""Of an engine of which many tokens are drawn: most of a small step is overhead."""
+STEPS = {
+    "v1": dict(max_num_seqs=256, max_num_batched_tokens=1024),
+    "v2": dict(max_num_seqs=64),
+}
+"""Of an engine of which many tokens are drawn: most of a small step is overhead, but in
+Triton's interpreter, which takes its time for each row."""
 
 
 def options(exit_layer: int = 2, num_drafts: int = 3, **others) -> "Options":

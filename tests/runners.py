@@ -18,6 +18,7 @@ _BOTH = {
     "TOKENIZERS_PARALLELISM": "false",
     # Two cores and many engines in one process: idle OpenMP threads must not spin.
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # which it makes OpenMP's, for all engines of a process
 }
 _ENVIRONMENTS = {
     "v1": _BOTH | {"VLLM_USE_V2_MODEL_RUNNER": "0"},

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from early_exits import (
     HIDDEN,
-    LARGE_STEPS,
+    STEPS,
     VOCABULARY,
     options,
     pvalue,
@@ -25,7 +25,7 @@ EXIT = 5
 
 
 @pytest.fixture(params=["fixed", "probes", "greedy drafts"])
-def llm(request, engine, tmp_path_factory):
+def llm(request, engine, runner, tmp_path_factory):
     kind = request.param
     others = {}
     if kind == "probes":
@@ -34,7 +34,7 @@ def llm(request, engine, tmp_path_factory):
         others = dict(calibration=str(file))
     if kind == "greedy drafts":
         others = dict(draft_sample_method="greedy")
-    return start(engine, options(EXIT, 2, **others), **LARGE_STEPS)
+    return start(engine, options(EXIT, 2, **others), **STEPS[runner])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 from early_exits import (
-    LARGE_STEPS,
+    STEPS,
     VOCABULARY,
     assert_greedy,
     generate,
@@ -66,7 +66,7 @@ def test_frequencies(engine, runner, llama, window):
     is seldom found: the same batches have drafts of both kinds."""
     most, least = window
     lookup = dict(prompt_lookup_max=most, prompt_lookup_min=least)
-    llm = start(engine, options(5, 2, **lookup), **LARGE_STEPS)
+    llm = start(engine, options(5, 2, **lookup), **STEPS[runner])
     rng = np.random.default_rng(0)
     ids = rng.choice(ALLOWED, 60).tolist()
     count = int(os.environ.get("DRAWS", 1000 if runner == "v1" else 200))

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that only a GPU can show, in one command, and a report of it.
+
+    .venv/bin/python benchmarks/gpu_day.py                    # with the CUDA wheel
+    python benchmarks/gpu_day.py --parts kernel               # torch and triton alone
+    .venv/bin/python benchmarks/gpu_day.py --device cpu       # a dry run, tiny models
+
+Each part is a process of its own with a limit of time. What has ended is kept in
+`journal.jsonl` of the output folder; the next call of the same command skips the parts
+that went well and runs the others. `report.md` and `report.json` are there after each
+part: attach both to an issue, good or bad.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import runners  # tests/runners.py, which needs nothing
+
+LIMITS = {
+    "kernel": 180,
+    "scoring": 420,
+    "exactness": 300,
+    "memory": 200,
+    "routing": 240,
+    "drafting": 300,
+    "lm_eval": 160,
+}
+"""Seconds that each part may take, on a GPU: 30 minutes in all."""
+SLOWER = {"cuda": 1, "cpu": 5}
+
+
+def machine(device: str) -> dict[str, str]:
+    """What the report is about: the device, its driver, versions."""
+    versions = {}
+    for package in ("vllm", "torch", "triton", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    name = platform.machine()
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total"]
+        try:
+            said = subprocess.run(
+                [*query, "--format=csv,noheader"], capture_output=True, text=True
+            )
+            name = said.stdout.strip().replace("\n", "; ") or "no GPU"
+        except FileNotFoundError:
+            name = "no nvidia-smi"
+    return {"device": device, "name": name, "python": platform.python_version()} | versions
+
+
+def command(part: str, device: str, result: Path) -> tuple[list[str], dict[str, str]]:
+    """How a part is run."""
+    environment = dict(os.environ)
+    options = [f"--device={device}", f"--json={result}"]
+    if part == "kernel":
+        if device == "cpu":
+            environment = runners.environment("v2")  # with Triton's interpreter
+            options += ["--rows=3", "--vocabularies", "17", "3000"]
+        return [sys.executable, str(HERE / "gpu_day_kernel.py"), *options], environment
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+                    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    return [sys.executable, str(HERE / "gpu_day_parts.py"), part, *options], environment
+
+
+def run(part: str, device: str) -> dict:
+    """Runs a part; its record: status, seconds, tables and problems."""
+    limit, begin = LIMITS[part] * SLOWER[device], time.monotonic()
+    record = {"part": part, "tables": [], "problems": []}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        argv, environment = command(part, device, result)
+        log = Path(folder) / "log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                argv, cwd=ROOT, env=environment, stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = f"took more than {limit} s"
+            finally:
+                end_group(process)
+        if result.exists():
+            record |= json.loads(result.read_text())
+        elif not record["problems"]:
+            tail = log.read_text(errors="replace")[-3000:]
+            record["problems"] = [f"exit status {status}" if status else "no result", tail]
+    record["status"] = "failed" if status or record["problems"] else "passed"
+    return record | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Ends a part and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.wait()
+
+
+class Journal:
+    """The records of parts that ended, on this machine with these versions."""
+
+    def __init__(self, folder: Path, about: dict[str, str]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.about = folder / "journal.jsonl", about
+        self.records: dict[str, dict] = {}
+        text = self.path.read_text() if self.path.exists() else ""
+        if text and not text.endswith("\n"):  # it was interrupted while writing
+            text, _, _ = text.rpartition("\n")
+            self.path.write_text(text + "\n" * bool(text))
+        for record in map(json.loads, text.splitlines()):
+            if record.pop("machine") == about:
+                self.records[record["part"]] = record
+
+    def add(self, record: dict) -> None:
+        self.records[record["part"]] = record
+        with self.path.open("a") as file:
+            file.write(json.dumps(record | {"machine": self.about}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def passed(self, part: str) -> bool:
+        return self.records.get(part, {}).get("status") == "passed"
+
+
+def report(journal: Journal, parts: list[str]) -> str:
+    """The Markdown of all records."""
+    about = ", ".join(f"{name} {value}" for name, value in journal.about.items())
+    lines = ["# A GPU day", "", f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC. {about}."]
+    if journal.about["device"] == "cpu":
+        lines += ["", "A dry run on a CPU: nothing here says how fast or exact a GPU is."]
+    lines += ["", "| part | status | seconds |", "| --- | --- | ---: |"]
+    for part in parts:
+        record = journal.records.get(part, {"status": "not run", "seconds": ""})
+        lines.append(f"| {part} | {record['status']} | {record['seconds']} |")
+    for part in parts:
+        record = journal.records.get(part)
+        if not record:
+            continue
+        lines += ["", f"## {part}"]
+        for table in record["tables"]:
+            lines += ["", table["title"], "", row(table["columns"])]
+            lines += [row(["---"] * len(table["columns"])), *map(row, table["rows"])]
+        for problem in record["problems"]:
+            lines += ["", "```text", problem, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def row(cells: list) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=[*LIMITS], default=[*LIMITS])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_day")
+    args = parser.parse_args()
+    journal = Journal(args.out, machine(args.device))
+    for part in args.parts:
+        if journal.passed(part):
+            print(f"{part}: passed before", flush=True)
+            continue
+        print(f"{part}: runs", flush=True)
+        record = run(part, args.device)
+        journal.add(record)
+        print(f"{part}: {record['status']}, {record['seconds']} s", flush=True)
+        (args.out / "report.md").write_text(report(journal, [*LIMITS]))
+        found = {"machine": journal.about, "parts": [*journal.records.values()]}
+        (args.out / "report.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(f"attach to an issue: {args.out}/report.md and report.json")
+    failed = [part for part in args.parts if not journal.passed(part)]
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}; the report says why")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on")

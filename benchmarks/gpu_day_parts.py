@@ -272,10 +272,10 @@ def routing(device: str) -> dict:
             times = engine.call(
                 "decode_steps", model=model, batch=batch, rounds=rounds, dtype=dtype
             )
-            full, *others = times.items()
-            names = [name for name, _ in others]
-            ratios = [[a / b for a, b in zip(full[1], values)] for _, values in others]
-            milliseconds = f"{statistics.median(full[1]) * 1e3:.1f}"
+            full = times.pop("full depth")
+            names = sorted(times)
+            ratios = [[a / b for a, b in zip(full, times[name])] for name in names]
+            milliseconds = f"{statistics.median(full) * 1e3:.1f}"
             rows.append([batch, milliseconds, *map(processes.ratio, ratios)])
     columns = ["batch", "full depth, ms", *names]
     title = f"Decode steps, eager, 16 layers of width {width}: times as fast as full depth"

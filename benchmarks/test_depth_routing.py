@@ -182,7 +182,7 @@ def seconds(llm) -> float:
 def decode_steps(
     llm, batch: int, context: int, ways=WAYS, rounds=ROUNDS
 ) -> dict[str, np.ndarray]:
-    """Seconds `[rounds]` of a decode step by its way; the first one is full depth."""
+    """Seconds `[rounds]` of a decode step by its way, full depth among them."""
     fill(llm, batch, context)
     times = defaultdict(list)
     for number in range(rounds + 1):

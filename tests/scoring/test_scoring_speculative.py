@@ -111,3 +111,21 @@ def test_scores_of_accepted_tokens(llm, oracle):
             assert completion.target_logprobs is None
         else:
             assert_generated(completion, oracle("llama"), ids, asked)
+
+
+@pytest.mark.parametrize("place", range(4, 12))
+def test_a_stop_in_the_middle_of_a_round(llm, oracle, place):
+    """What a round accepts after a stop string is dropped, with its scores."""
+    ids = random_ids(3, VOCABULARY, 30)
+    (free,) = run(llm, [prompt(ids)], params(GENERATED))
+    tokens = list(free.outputs[0].token_ids)
+    tokenizer = llm.get_tokenizer()
+    before, upto = (tokenizer.decode(tokens[:n]) for n in (place, place + 1))
+    stop = upto[len(before) :]
+    assert stop
+    (output,) = run(llm, [prompt(ids)], params(GENERATED, stop=[stop], target_generated={}))
+    (completion,) = output.outputs
+    found = list(completion.token_ids)
+    assert completion.stop_reason == stop
+    assert found == tokens[: len(found)] and len(found) <= place + 1
+    assert_generated(completion, oracle("llama"), ids, {})

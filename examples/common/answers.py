@@ -69,6 +69,8 @@ class Choice:
     top: list[dict[str, float]] | None = None
     """For each token, the likeliest tokens and their log-probabilities in nats."""
     scores: Scores | None = None
+    generated: Scores | None = None
+    """With `target_generated`, of the text's tokens, which column 0 has."""
     continuation: ContinuationScore | None = None
 
 
@@ -149,6 +151,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     target_logprobs: _Targets | None = None
+    generated_logprobs: _Targets | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -259,6 +262,8 @@ def _read_choice(choice: _Choice) -> Choice:
         choice.token_ids,
         [entry or {} for entry in top] if top else None,
     )
+    if choice.generated_logprobs is not None:
+        found.generated = read_scores(choice.generated_logprobs)
     targets = choice.target_logprobs
     if targets is not None:
         found.scores = scores = read_scores(targets)

@@ -246,7 +246,8 @@ class AsyncClient:
         Args:
             prompts: texts, or token ids each.
             fields: any of `/v1/completions`: `max_tokens`, `n`, `logprobs`, ...
-                `target_token_ids` and `target_text` fill `Choice.scores`.
+                `target_token_ids` and `target_text` fill `Choice.scores`,
+                `target_generated` fills `Choice.generated`.
         """
         count = len(prompts) * fields.get("n", 1)
         return await self._complete({"prompt": prompts, **fields}, count)
@@ -261,6 +262,10 @@ class AsyncClient:
                 "this project's vLLM",
                 url=self.url,
             )
+        if body.get("target_generated") is not None and any(
+            choice.generated is None for choice in answer.choices
+        ):
+            raise ClientError("the server knows no target_generated", url=self.url)
         return answer
 
     async def chat(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Answer:

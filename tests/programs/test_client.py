@@ -72,6 +72,12 @@ def test_a_server_that_knows_no_top_k(server, client):
     assert server.bodies[-1]["target_top_k"] == 3
 
 
+def test_a_server_that_knows_no_target_generated(server, client):
+    with pytest.raises(ClientError, match="knows no target_generated"):
+        client.complete(["ab"], max_tokens=1, target_generated={})
+    assert server.bodies[-1]["target_generated"] == {}
+
+
 def test_nothing_to_score_is_refused(server, client):
     with pytest.raises(ValueError, match="targets or a top_k"):
         client.score_ids([[65, 66, 67]], None, temperature=2.0)

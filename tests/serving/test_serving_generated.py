@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`target_generated` over HTTP: scores of what a server generates."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from scoring import assert_options
 from scoring_server import COMPLETIONS, GENERATE, MODEL, VOCABULARY, decode
 from scoring_texts import LONG, SHORT
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from common import Client, ClientError
 
 ASKED = [
     {},
@@ -81,6 +88,28 @@ def test_rendered_elsewhere(server, llama):
     request = rendered[0] if isinstance(rendered, list) else rendered
     (choice,) = server.ask(GENERATE, **request)["choices"]
     assert_choice_generated(choice, llama, SHORT, {"top_k": 2})
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("encoding", ["json", "npy"])
+def test_the_client_reads_them(server, llama, asked, encoding):
+    with Client(server.url) as client:
+        answer = client.complete(
+            [SHORT, LONG], max_tokens=4, target_generated=asked, encoding=encoding
+        )
+    for ids, choice in zip((SHORT, LONG), answer.choices):
+        scores = choice.generated
+        tokens, others = scores.token_ids[:, 0].tolist(), asked.get("token_ids", [])
+        assert scores.token_ids[:, 1:].tolist() == [others] * 4
+        rows = [[token, *others] for token in tokens]
+        options = {name: asked[name] for name in asked if name != "token_ids"}
+        assert_options(scores, llama, ids + tokens, rows, **options)
+
+
+@pytest.mark.any_runner
+def test_the_client_tells_of_a_mistake(server):
+    with Client(server.url) as client, pytest.raises(ClientError, match="top_k"):
+        client.complete([SHORT], max_tokens=1, target_generated={"top_k": 0})
 
 
 REFUSED = [

@@ -235,7 +235,7 @@ def exactness(device: str) -> dict:
     rows, problems = [], []
     for runner in ("v1", "v2"):
         with worker(device, runner) as engine:
-            taken = engine.call("open", **utio)["runner"]
+            taken = check_runner(engine.call("open", **utio), runner, problems)
             found = engine.call("decode", prompts=prompts, depths=depths)
         off = 0.0
         for ids, depth, one in zip(prompts, depths, found):
@@ -247,7 +247,8 @@ def exactness(device: str) -> dict:
             problems.append(f"{taken}, depths of requests: {off:.1e} nats")
         rows.append([taken, f"depths {DEPTHS} of requests", f"{off:.1e}", ""])
         with worker(device, runner) as engine:
-            taken = engine.call("open", speculative_config=draft)["runner"]
+            opened = engine.call("open", speculative_config=draft)
+            taken = check_runner(opened, runner, problems)
             found = engine.call("decode", prompts=prompts, depths=[None] * len(prompts))
         pairs = zip(prompts, found)
         wrong = sum(not_greedy(truth, p, one["tokens"], 2 * limit) for p, one in pairs)
@@ -258,6 +259,14 @@ def exactness(device: str) -> dict:
     title = "Exactness of depth, against Hugging Face in float32"
     tables = [{"title": title, "columns": columns, "rows": rows}]
     return {"tables": tables, "problems": problems}
+
+
+def check_runner(opened: dict, runner: str, problems: list[str]) -> str:
+    """The runner that an engine took; another one than was asked for is a problem."""
+    taken = opened["runner"]
+    if taken != runner.upper():
+        problems.append(f"{runner.upper()} was asked for, the engine took {taken}")
+    return taken
 
 
 def routing(device: str) -> dict:

@@ -18,18 +18,17 @@ fi
 command -v git >/dev/null || stop "git is not installed"
 
 python=
-for candidate in python3.11 python3 python; do
+for candidate in python3 python python3.11 python3.12 python3.13; do
     if "$candidate" -c 'import sys, venv, ensurepip
-sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
         python=$candidate
         break
     fi
 done
 if [[ -z $python ]]; then
     found=$(python3 --version 2>&1 || true)
-    stop "Python 3.11 with its venv module is needed, as python3.11, python3 or" \
-        "python on PATH; python3 here is: ${found:-missing}. The pinned" \
-        "versions are for 3.11; no other one is supported."
+    stop "Python 3.11, 3.12 or 3.13 with its venv module is needed on PATH;" \
+        "python3 here is: ${found:-missing}. The pinned versions are for these."
 fi
 
 exec "$python" -s -m tools.build "$@"

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 from tools import fetch, lock as locks, stamp
-from tools.common import HERE, Checkout, ToolError, clean_environment, run_main
+from tools.common import (
+    HERE, PYTHONS, Checkout, ToolError, clean_environment, python_version, run_main,
+)  # fmt: skip
 from tools.processes import Log
 from tools.steps import Step, alone, run_steps, works
 from tools.test import PARTS, QUICK, test
@@ -28,6 +30,10 @@ def _python(checkout: Checkout) -> str:
     return str(checkout.venv / "bin" / "python")
 
 
+def _packages(checkout: Checkout) -> Path:
+    return checkout.venv / "lib" / f"python{python_version()}" / "site-packages"
+
+
 def _wheels(checkout: Checkout, device: str) -> list[Path]:
     version = locks.read(checkout).version(device)
     return sorted(checkout.dist.glob(f"vllm-{version}-*.whl"))
@@ -35,8 +41,7 @@ def _wheels(checkout: Checkout, device: str) -> list[Path]:
 
 def _installed(checkout: Checkout, device: str) -> bool:
     version = locks.read(checkout).version(device)
-    packages = checkout.venv / "lib" / "python3.11" / "site-packages"
-    return (packages / f"vllm-{version}.dist-info" / "RECORD").is_file()
+    return (_packages(checkout) / f"vllm-{version}.dist-info" / "RECORD").is_file()
 
 
 def _is_fetched(checkout: Checkout, device: str) -> bool:
@@ -55,9 +60,9 @@ def _is_fetched(checkout: Checkout, device: str) -> bool:
 def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
     """The steps to an installed wheel, in order."""
     root, python = checkout.root, _python(checkout)
-    pins = root / "requirements" / "cpu.lock"
+    pins, torch = (root / "requirements" / f"{name}.lock" for name in ("cpu", "torch"))
     # A moved environment does not work, hence its path.
-    environment_key = stamp.key(sys.version, str(checkout.venv), pins)
+    environment_key = stamp.key(sys.version, str(checkout.venv), pins, torch)
     venv = [[sys.executable, "-m", "venv", "--clear", str(checkout.venv)]]
     if works(python):
         venv = []
@@ -68,7 +73,11 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
             "environment (.venv)",
             lambda: environment_key,
             lambda: Path(python).exists(),
-            [*venv, [*pip, "install", "--requirement", str(pins)]],
+            [
+                *venv,
+                [*pip, "install", "--require-hashes", "--no-deps", f"-r{pins}"],
+                [*pip, "install", f"-r{torch}"],
+            ],
         ),
         Step(
             "downloads",
@@ -117,13 +126,12 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
 def tested_beside(checkout: Checkout) -> Step:
     """What the tests use and the programs do without: TRL, which is Python only."""
     pins = checkout.root / "requirements" / "trl.lock"
-    packages = checkout.venv / "lib" / "python3.11" / "site-packages"
     pip = [_python(checkout), "-m", "pip", "install", "--require-hashes", "--no-deps"]
     return Step(
         "trl",
         "TRL, for its tests",
         lambda: stamp.key(sys.version, str(checkout.venv), pins),
-        (packages / "trl" / "__init__.py").is_file,
+        (_packages(checkout) / "trl" / "__init__.py").is_file,
         [[*pip, "--only-binary=:all:", "--requirement", str(pins)]],
     )
 
@@ -203,10 +211,10 @@ def _parser() -> argparse.ArgumentParser:
         "wheel into dist/ and install it into .venv.",
         epilog="`./build.sh series --help`: work on the patches; `./build.sh lint`: "
         "upstream's linters on them; `./build.sh sbom`: what the wheel is tested with, as "
-        "CycloneDX in dist/. The first two need git and Python only. Steps that are "
-        "done are skipped; an interrupted build goes on where it was. Nothing outside this "
-        "folder is written but temporary files. Needs Linux on x86-64, Python 3.11, git "
-        "and about 6 GiB of disk space.",
+        "CycloneDX in dist/; `./build.sh requirements`: resolve what is installed anew. The "
+        "first two need git and Python only. Steps that are done are skipped; an interrupted build goes on where it was. Nothing outside this "
+        "folder is written but temporary files. Needs Linux on x86-64, Python "
+        f"{PYTHONS[0]} to {PYTHONS[-1]}, git and about 6 GiB of disk space.",
     )
     parser.add_argument(
         "verb",
@@ -243,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    if sys.argv[1:2] in (["series"], ["lint"], ["sbom"]):
+    if sys.argv[1:2] and sys.argv[1] in ("series", "lint", "sbom", "requirements"):
         in_small_environment(HERE, sys.argv[1], sys.argv[2:])
     arguments = _parser().parse_args()
     unknown = sorted({*arguments.part} - {*PARTS})

@@ -98,6 +98,15 @@ PYTEST_OPTIONS = ["-q", "-o", "asyncio_default_fixture_loop_scope=function"]
 PYTEST_OPTIONS += ["-o", "faulthandler_timeout=1200"]
 PYTEST_OPTIONS += ["-o", "faulthandler_exit_on_timeout=true"]
 
+PYTHONS = ("3.11", "3.12", "3.13")
+"""Versions of Python that build.sh takes and cpu.lock is resolved for."""
+
+
+def python_version() -> str:
+    """The running Python's, as in ``PYTHONS``."""
+    return "{}.{}".format(*sys.version_info)
+
+
 HERE = Checkout(Path(__file__).resolve().parent.parent)
 
 _DROPPED_PREFIXES = (

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve ``requirements/cpu.lock`` for the locked release.
+"""Resolve ``requirements/*.lock`` for the locked release, with uv.
 
-``python -m tools.requirements`` asks pip to resolve the dependencies that the
-release's CPU wheel declares plus ``requirements/extra.in``, and writes every
-version down. It keeps to the versions that are in the file already, but for those
-that the wheel pins; with ``--upgrade`` it takes the newest.
+``./build.sh requirements`` resolves what the release's CPU wheel declares, with
+``requirements/extra.in``, and what the other environments hold, and writes the versions
+down with the hashes of all their files. Each Python that ``build.sh`` takes must come to
+the same versions. It keeps to those that are in the files already, but for what the
+wheel pins; ``--upgrade`` takes the newest.
+
+uv asks PyPI, or the index that its own settings name (``UV_DEFAULT_INDEX``).
 """
 
 import argparse
 import email
-import json
 import re
 import subprocess
 import sys
@@ -19,25 +21,31 @@ from pathlib import Path
 
 from tools import fetch, lock as locks
 from tools.common import (
-    HERE, Checkout, ToolError, clean_environment, run_main, write_atomically,
+    HERE, PYTHONS, Checkout, ToolError, clean_environment, run_main, write_atomically,
 )  # fmt: skip
 
 # Not needed for text models. The index's builds of the first three break `import
 # transformers` beside a CPU torch, and triton comes from a code host there.
 _LEFT_OUT = {"torchaudio", "torchcodec", "torchvision", "triton"}
-_HEADER = """\
-# SPDX-License-Identifier: Apache-2.0
-# Resolved for {release} and Python {python} by pip {pip}:
-#     .venv/bin/python -m tools.requirements
-# No hashes here: `torch=={torch}` is meant to accept the CPU build (+cpu) and the
-# plain one, whichever the index has, and pip takes hashes for all files or none.
-# torch for CUDA works too and takes 3 GiB more; PIP_EXTRA_INDEX_URL can name an
-# index with CPU builds.
-"""
+FROM_TORCH = re.compile(r"torch$|cuda-|nvidia-")
+"""Packages that torch.lock leaves to the index: torch, and what its CUDA builds bring."""
+_SERIES = ["gitpython", "pyflakes"]
+_LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
+_SAYS = {
+    "cpu": "What {release} for the CPU, the tools and the programs need, but for torch.",
+    "torch": "torch, after cpu.lock. Without hashes: the CPU build (+cpu) and the one for\n"
+    "# CUDA are both right, whichever the index has, and the latter brings 3 GiB more.\n"
+    "# PIP_EXTRA_INDEX_URL can name an index with CPU builds.",
+    "series": "What `./build.sh series` needs, and no more, in the versions of cpu.lock.",
+    "lint": "What `./build.sh lint`, `sbom` and `requirements` need beside series.lock.",
+}
+"""What the first line of a lock file says of it."""
 
 
 def declared(wheel: Path) -> list[str]:
     """The dependencies that a wheel's metadata asks for, extras and a few left out.
+
+    A local version, as torch's ``+cpu``, is left out too: PyPI has none.
 
     Raises:
         ToolError: the wheel has no metadata.
@@ -49,73 +57,113 @@ def declared(wheel: Path) -> list[str]:
         metadata = email.message_from_bytes(archive.read(names[0]))
     rows = [str(row) for row in metadata.get_all("Requires-Dist", [])]
     return [
-        row
+        re.sub(r"(==[\w.]+)\+\w+", r"\1", row)
         for row in rows
-        if "extra ==" not in row
-        and _name(row) not in _LEFT_OUT
+        if "extra ==" not in row and _name(row) not in _LEFT_OUT
     ]
 
 
-def kept(rows: Iterable[str], wanted: Iterable[str]) -> list[str]:
-    """The rows of a lock file that what is wanted, or extra.in, does not pin itself."""
-    pinned = {_name(row) for row in wanted if "==" in row.partition(";")[0]}
-    return [row for row in rows if row[:1].isalnum() and _name(row) not in pinned]
+def packages(lock: str) -> dict[str, str]:
+    """The rows of a lock file by package, each with the lines of its hashes."""
+    rows = re.findall(r"^\w.*(?:\n +--hash=.*)*", lock, re.MULTILINE)
+    return {_name(row): row for row in rows}
 
 
 def _name(row: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", row, maxsplit=1)[0]).lower()
 
 
-def resolve(checkout: Checkout, wanted: list[str], upgrade: bool) -> dict[str, str]:
-    """Versions of everything that ``wanted`` needs, by name, from the index.
+class Resolver:
+    """uv, for one folder of lock files."""
+
+    def __init__(self, checkout: Checkout, upgrade: bool) -> None:
+        self.checkout = checkout
+        self.folder = checkout.root / "requirements"
+        self.upgrade = upgrade
+
+    def resolve(self, name: str, wanted: Iterable[str], python: str) -> str:
+        """What is needed on a Python, as a lock file without comments.
+
+        Raises:
+            ToolError: uv finds no set of versions.
+        """
+        old = self.folder / f"{name}.lock"
+        with self.checkout.scratch() as scratch:
+            (scratch / "all.in").write_text("\n".join(wanted) + "\n")
+            new = scratch / "new.lock"
+            if old.exists():  # uv keeps to the versions that are there
+                new.write_bytes(old.read_bytes())
+            command = [str(Path(sys.executable).with_name("uv")), "pip", "compile"]
+            command += ["--quiet", "--generate-hashes", "--no-header", "--no-annotate"]
+            command += ["--python-platform", "x86_64-manylinux_2_28"]
+            command += ["--python-version", python, "--no-config"]
+            command += ["--upgrade"] * self.upgrade
+            command += [str(scratch / "all.in"), "--output-file", str(new)]
+            environment = clean_environment(self.checkout)
+            if subprocess.run(command, env=environment).returncode:
+                raise ToolError(
+                    f"uv found no versions for {name}.lock on Python {python}; its "
+                    "messages are above. If the release wants newer ones than the file "
+                    "has, give --upgrade"
+                )
+            return new.read_text()
+
+    def resolve_for_all(self, name: str, wanted: list[str]) -> dict[str, str]:
+        """What is needed, as ``packages`` gives it, the same on each Python.
+
+        Raises:
+            ToolError: uv finds no set of versions, or not the same.
+        """
+        found = {each: self.resolve(name, wanted, each) for each in PYTHONS}
+        if len(set(found.values())) > 1:
+            raise ToolError(
+                f"{name}.lock differs between the Pythons {', '.join(PYTHONS)}: pin in "
+                "requirements/extra.in what differs"
+            )
+        return packages(found[PYTHONS[0]])
+
+    def write(self, name: str, rows: Iterable[str], says: str) -> None:
+        text = f"{_LICENSE}# {says}\n# Written by `./build.sh requirements`.\n\n"
+        write_atomically(
+            self.folder / f"{name}.lock", (text + "\n".join(rows) + "\n").encode()
+        )
+
+
+def lock_all(checkout: Checkout, upgrade: bool) -> dict[str, int]:
+    """Write all lock files but TRL's. Returns their numbers of packages.
 
     Raises:
-        ToolError: pip finds no set of versions.
+        ToolError: uv finds no set of versions.
     """
-    lock_file = checkout.root / "requirements" / "cpu.lock"
-    with checkout.scratch() as folder:
-        (folder / "all.in").write_text("\n".join(wanted) + "\n")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
-        command += ["--ignore-installed", "--report", str(folder / "report.json")]
-        command += ["--requirement", str(folder / "all.in")]
-        if lock_file.exists() and not upgrade:
-            rows = kept(lock_file.read_text().splitlines(), wanted)
-            (folder / "kept.txt").write_text("\n".join(rows) + "\n")
-            command += ["--constraint", str(folder / "kept.txt")]
-        environment = clean_environment(checkout)
-        if subprocess.run(command, env=environment).returncode:
-            raise ToolError(
-                "pip found no set of versions; its messages are above. If the release "
-                "wants newer ones than requirements/cpu.lock has, give --upgrade"
-            )
-        report = json.loads((folder / "report.json").read_text())
-    found = (row["metadata"] for row in report["install"])
-    return {row["name"]: row["version"].split("+")[0] for row in found}
+    lock = locks.read(checkout)
+    wheel = fetch.archive_path(checkout, lock.wheel("cpu"))
+    resolver = Resolver(checkout, upgrade)
+    extra = (resolver.folder / "extra.in").read_text().splitlines()
+    found = resolver.resolve_for_all("cpu", declared(wheel) + extra)
+    torch = found["torch"].split()[0]
+    cpu = {name: row for name, row in found.items() if not FROM_TORCH.match(name)}
+    pins = [row.split()[0] for row in cpu.values()]
+    series = [pin for pin in pins if _name(pin) in _SERIES]
+    lint = (resolver.folder / "lint.in").read_text().splitlines()
+    locked = {
+        "cpu": cpu,
+        "torch": {"torch": torch},
+        "series": {name: cpu[name] for name in resolver.resolve_for_all("series", series)},
+        "lint": resolver.resolve_for_all("lint", lint),
+    }
+    for name, rows in locked.items():
+        says = _SAYS[name].format(release=f"vLLM {lock.release}")
+        resolver.write(name, rows.values(), says)
+    return {name: len(rows) for name, rows in locked.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.requirements", description=__doc__
+        prog="./build.sh requirements", description=__doc__
     )
     parser.add_argument("--upgrade", action="store_true", help="newest versions")
-    upgrade = parser.parse_args().upgrade
-    lock = locks.read(HERE)
-    wheel = fetch.archive_path(HERE, lock.wheel("cpu"))
-    folder = HERE.root / "requirements"
-    extra = (folder / "extra.in").read_text().splitlines()
-    versions = resolve(HERE, declared(wheel) + extra, upgrade)
-    import pip
-
-    header = _HEADER.format(
-        release=f"vLLM {lock.release}",
-        python="{}.{}".format(*sys.version_info),
-        pip=pip.__version__,
-        torch=versions["torch"],
-    )
-    rows = [f"{name}=={versions[name]}" for name in sorted(versions, key=str.lower)]
-    text = header + "\n" + "\n".join(rows) + "\n"
-    write_atomically(folder / "cpu.lock", text.encode())
-    print(f"requirements/cpu.lock: {len(rows)} packages")
+    for name, count in lock_all(HERE, parser.parse_args().upgrade).items():
+        print(f"requirements/{name}.lock: {count} packages")
 
 
 if __name__ == "__main__":

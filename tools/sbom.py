@@ -3,7 +3,7 @@
 
 ``./build.sh sbom`` leaves a CycloneDX document beside the wheel in ``dist/``. What is
 listed is what ``.venv`` holds, with versions, licences and dependencies as the packages
-declare them. It must be what ``requirements/cpu.lock`` names.
+declare them. It must be what ``requirements/cpu.lock`` and ``torch.lock`` name.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from pathlib import Path
 
 from tools import fetch, lock as locks
 from tools.common import HERE, Checkout, ToolError, run_main, write_atomically
+from tools.requirements import FROM_TORCH
 
-_NOT_LOCKED = {"pip", "vllm"}
-"""Of the environment: its installer, and the wheel itself."""
+_NOT_LISTED = {"pip", "trl", "vllm"}
+"""Of the environment: its installer, what the tests add, and the wheel itself."""
 
 
 def _plain(name: str) -> str:
@@ -25,26 +26,27 @@ def _plain(name: str) -> str:
 
 
 def components(document: dict, locked: list[str]) -> list[dict]:
-    """The components of a CycloneDX document that lock rows name.
+    """The components of a CycloneDX document that lock rows name, or that torch brings.
 
     Raises:
         ToolError: they are not what is locked; the first few differences are named.
     """
-    rows = (row.split("==") for row in locked if "==" in row and row[0] != "#")
-    wanted = {_plain(name): version.strip() for name, version in rows}
+    rows = (row.split()[0].split("==") for row in locked if row[:1].isalnum())
+    wanted = {_plain(name): version for name, version in rows}
     there = {_plain(one["name"]): one for one in document["components"]}
+    brought = {name for name in there if FROM_TORCH.match(name)} - {*wanted}
     wrong = [
         f"  {name}: locked {wanted.get(name, 'not')}, there {found or 'not'}"
-        for name in sorted({*wanted, *there} - _NOT_LOCKED)
+        for name in sorted({*wanted, *there} - _NOT_LISTED - brought)
         if (found := there.get(name, {}).get("version", "").partition("+")[0])
         != wanted.get(name)
     ]
     if wrong:
         raise ToolError(
-            "the environment is not what requirements/cpu.lock names: run ./build.sh\n"
+            "the environment is not what requirements/*.lock name: run ./build.sh\n"
             + "\n".join(wrong[:10])
         )
-    return [there[name] for name in sorted(wanted)]
+    return [there[name] for name in sorted({*wanted, *brought})]
 
 
 def write(checkout: Checkout, device: str = "cpu") -> Path:
@@ -65,7 +67,8 @@ def write(checkout: Checkout, device: str = "cpu") -> Path:
     if result.returncode:
         raise ToolError(f"cyclonedx-py failed:\n{result.stderr.strip()}")
     document = json.loads(result.stdout)
-    locked = (checkout.root / "requirements" / "cpu.lock").read_text().splitlines()
+    files = (checkout.root / "requirements" / f"{one}.lock" for one in ("cpu", "torch"))
+    locked = [row for file in files for row in file.read_text().splitlines()]
     (itself,) = [one for one in document["components"] if one["name"] == "vllm"]
     document["components"] = components(document, locked)
     itself["hashes"] = [{"alg": "SHA-256", "content": fetch.sha256(wheel)}]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools import stamp
-from tools.common import Checkout, ToolError, clean_environment
+from tools.common import Checkout, ToolError, clean_environment, python_version
 from tools.processes import Log
 
 _GIB = 2**30
@@ -57,12 +57,13 @@ class Step:
 
 
 def works(python: str) -> bool:
-    """Whether an environment is complete enough to run pip."""
+    """Whether an environment is of this Python, and complete enough to run pip."""
+    command = [python, "-m", "pip", "--version"]
     try:
-        command = [python, "-m", "pip", "--version"]
-        return subprocess.run(command, capture_output=True).returncode == 0
+        said = subprocess.run(command, capture_output=True, text=True).stdout
     except OSError:
         return False
+    return f"(python {python_version()})" in said
 
 
 def _space(checkout: Checkout, step: str) -> None:

@@ -164,7 +164,7 @@ def test_another_python_is_refused_with_the_supported_one(tmp_path):
         text=True,
     )
     assert result.returncode == 1
-    assert "Python 3.11" in result.stderr and "Python 3.9.1" in result.stderr
+    assert "Python 3.11, 3.12 or 3.13" in result.stderr and "Python 3.9.1" in result.stderr
 
 
 def test_the_real_series_holds_under_a_hostile_configuration(hostile):

@@ -1,11 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new release may change of the locked versions."""
+"""The locked versions: what they are resolved from, and that all have hashes."""
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
 
 from tools import requirements
+from tools.common import HERE, PYTHONS
+
+LOCKS = Path(HERE.root, "requirements")
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
-def test_what_the_wheel_pins_itself_is_not_kept():
-    rows = ["# a comment", "torch==2.13.0", "outlines-core==0.2.10", "numpy==2.3.0"]
-    wanted = ["torch==2.14.0+cpu", "outlines_core == 0.2.14", "jinja2"]
-    wanted += ["numpy>=2; python_version == '3.11'"]
-    assert requirements.kept(rows, wanted) == ["numpy==2.3.0"]
+def test_a_wheel_declares_what_it_needs_without_local_versions(tmp_path):
+    rows = ["numpy", "torchaudio; platform_machine != 's390x'", "ray; extra == 'ray'"]
+    rows += ["torch==2.14.0+cpu; platform_machine == 'x86_64'", "outlines_core==0.2.14"]
+    metadata = "Name: vllm\n" + "".join(f"Requires-Dist: {row}\n" for row in rows)
+    wheel = tmp_path / "one.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm-1.dist-info/METADATA", metadata)
+    assert requirements.declared(wheel) == [
+        "numpy",
+        "torch==2.14.0; platform_machine == 'x86_64'",
+        "outlines_core==0.2.14",
+    ]
+
+
+@pytest.mark.parametrize("name", ["cpu", "lint", "series", "trl"])
+def test_all_that_is_locked_has_hashes(name):
+    rows = requirements.packages((LOCKS / f"{name}.lock").read_text())
+    assert rows
+    without = [package for package, row in rows.items() if not HASH.search(row)]
+    assert not without
+    loose = [package for package, row in rows.items() if "==" not in row.split()[0]]
+    assert not loose
+
+
+def test_only_torch_is_left_to_the_index():
+    torch = requirements.packages((LOCKS / "torch.lock").read_text())
+    assert [*torch] == ["torch"]
+    cpu = requirements.packages((LOCKS / "cpu.lock").read_text())
+    assert not [name for name in cpu if requirements.FROM_TORCH.match(name)]
+
+
+def test_build_sh_takes_the_pythons_that_are_locked_for():
+    text = (HERE.root / "build.sh").read_text()
+    bounds = re.search(r"\(3, (\d+)\) <= sys.version_info < \(3, (\d+)\)", text)
+    low, above = map(int, bounds.groups())
+    assert PYTHONS == tuple(f"3.{minor}" for minor in range(low, above))
+    assert all(f"python{version}" in text for version in PYTHONS)

@@ -70,6 +70,9 @@ def patch_files() -> list[Path]:
     ]
 
 
+LOCKS = [ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "torch")]
+
+
 def _digest(*items: str | Path) -> str:
     total = hashlib.sha256()
     for item in items:
@@ -161,7 +164,7 @@ def unpatched() -> Side:
     # Upstream looks for the letters in the version of the package.
     version = f"{lock['upstream']['release']}+cpu"
     hashes = [lock["archive"][name]["sha256"] for name in ("sdist", "cpu")]
-    key = _digest(*hashes, ROOT / "requirements" / "cpu.lock", str(folder), "1")
+    key = _digest(*hashes, *LOCKS, str(folder), "1")
     if not _is_made(folder, key):
         _make_release(folder, version)
         (folder / ".made-from").write_text(key)
@@ -177,7 +180,7 @@ def patched() -> Side:
         raise SystemExit("error: no wheel is installed in .venv: run ./build.sh")
     (info,) = found
     tests, tests_key = _tests("patched", patch_files())
-    key = _digest(info / "RECORD", ROOT / "requirements" / "cpu.lock", tests_key)
+    key = _digest(info / "RECORD", *LOCKS, tests_key)
     version = info.name.removeprefix("vllm-").removesuffix(".dist-info")
     return Side("patched", ROOT / ".venv" / "bin" / "python", tests, key, version)
 

@@ -124,15 +124,18 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
 
 
 def tested_beside(checkout: Checkout) -> Step:
-    """What the tests use and the programs do without: TRL, which is Python only."""
-    pins = checkout.root / "requirements" / "trl.lock"
+    """What the tests use and the programs do without, as TRL."""
+    pins = [checkout.root / "requirements" / f"{one}.lock" for one in ("trl", "tests")]
     pip = [_python(checkout), "-m", "pip", "install", "--require-hashes", "--no-deps"]
     return Step(
-        "trl",
-        "TRL, for its tests",
-        lambda: stamp.key(sys.version, str(checkout.venv), pins),
-        (_packages(checkout) / "trl" / "__init__.py").is_file,
-        [[*pip, "--only-binary=:all:", "--requirement", str(pins)]],
+        "tests",
+        "what only tests need",
+        lambda: stamp.key(sys.version, str(checkout.venv), *pins),
+        lambda: all(
+            (_packages(checkout) / name / "__init__.py").is_file()
+            for name in ("trl", "libfaketime")
+        ),
+        [[*pip, "--only-binary=:all:", *(f"--requirement={file}" for file in pins)]],
     )
 
 
@@ -211,10 +214,11 @@ def _parser() -> argparse.ArgumentParser:
         "wheel into dist/ and install it into .venv.",
         epilog="`./build.sh series --help`: work on the patches; `./build.sh lint`: "
         "upstream's linters on them; `./build.sh sbom`: what the wheel is tested with, as "
-        "CycloneDX in dist/; `./build.sh requirements`: resolve what is installed anew. The "
-        "first two need git and Python only. Steps that are done are skipped; an interrupted build goes on where it was. Nothing outside this "
-        "folder is written but temporary files. Needs Linux on x86-64, Python "
-        f"{PYTHONS[0]} to {PYTHONS[-1]}, git and about 6 GiB of disk space.",
+        "CycloneDX in dist/; `./build.sh requirements`: resolve all that is installed. The "
+        "first two need git and Python only. Steps that are done are skipped; an "
+        "interrupted build goes on where it was. Nothing outside this folder is written "
+        f"but temporary files. Needs Linux on x86-64, Python {PYTHONS[0]} to {PYTHONS[-1]}, "
+        "git and about 6 GiB of disk space.",
     )
     parser.add_argument(
         "verb",

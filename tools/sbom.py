@@ -17,7 +17,7 @@ from tools import fetch, lock as locks
 from tools.common import HERE, Checkout, ToolError, run_main, write_atomically
 from tools.requirements import FROM_TORCH
 
-_NOT_LISTED = {"pip", "trl", "vllm"}
+_NOT_LISTED = {"libfaketime", "pip", "trl", "vllm"}
 """Of the environment: its installer, what the tests add, and the wheel itself."""
 
 

@@ -255,14 +255,23 @@ def tensor_parallel_engine(engine):
 
 @pytest.fixture(scope="session")
 def scoring_server(runner, model_folder, tmp_path_factory):
-    """A server of the small Llama, which files of one subject each take in turn."""
+    """A server of the small Llama, which files of one subject each take in turn.
+
+    It has a chat template without marks, takes others with a request, and says how much
+    of a prompt was cached.
+    """
+    from chat_templates import PLAIN
     from live_server import live_server
     from scoring_server import OPTIONS, Server
 
-    options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    options += ["--enforce-eager", "--enable-scale-out"]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with live_server(model_folder("llama"), options, runner, log) as started:
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "template.jinja").write_text(PLAIN)
+    options = OPTIONS | {"chat-template": folder / "template.jinja", "block-size": 32}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    arguments += ["--enforce-eager", "--enable-scale-out"]
+    arguments += ["--trust-request-chat-template", "--enable-prompt-tokens-details"]
+    log = folder / "log"
+    with live_server(model_folder("llama"), arguments, runner, log) as started:
         yield Server(*started)
 
 

@@ -103,8 +103,10 @@ def test(
         if {"v1", "v2"} <= set(chosen) and has_room_for_two():
             # Each on the core that is free; vLLM would bind both to the same one.
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            threads = max(len(os.sched_getaffinity(0)) // 2, 1)
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            threads = str(max(len(os.sched_getaffinity(0)) // 2, 1))
+            environment.setdefault("OMP_NUM_THREADS", threads)
+            # Numba hands its own number to OpenMP, whose idle threads would spin.
+            environment.setdefault("NUMBA_NUM_THREADS", threads)
 
             def begin() -> Iterator[list[str]]:
                 for part, command in sessions:

@@ -11,15 +11,12 @@ import os
 import random
 
 import pytest
-from chat_templates import PLAIN
-from live_server import live_server
 from scoring_server import (
     COMPLETIONS,
     GENERATE,
     MAX_LOGPROBS,
     MAX_MODEL_LEN,
     MODEL,
-    OPTIONS,
     VOCABULARY,
     Server,
 )
@@ -34,17 +31,6 @@ MESSAGES = [
     {"role": "user", "content": "def f(x):"},
     {"role": "assistant", "content": " return x"},
 ]
-
-
-@pytest.fixture(scope="module")
-def server(runner, model_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hostile")
-    (folder / "template.jinja").write_text(PLAIN)
-    options = OPTIONS | {"chat-template": folder / "template.jinja"}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    arguments += ["--enforce-eager", "--enable-scale-out"]
-    with live_server(model_folder("llama"), arguments, runner, folder / "log") as started:
-        yield Server(*started)
 
 
 COMPLETION = {"prompt": IDS, "max_tokens": 0}

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from chat_templates import FORGETFUL, MARKED, PLAIN, conversation, tokens_and_spans
-from live_server import live_server
 from scoring import assert_options, assert_scores
-from scoring_server import OPTIONS, Server, decode
+from scoring_server import Server, decode
 from tiny_models import make_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -22,24 +21,6 @@ TOKENIZER = make_tokenizer()
 REQUESTS = int(os.environ.get("CHAT_REQUESTS", 300))
 """Of the random run."""
 MESSAGES = conversation(3)
-
-
-@pytest.fixture(scope="module")
-def server(runner, model_folder, tmp_path_factory):
-    """With a template that has no marks, and leave to send others."""
-    folder = tmp_path_factory.mktemp("chat")
-    (folder / "template.jinja").write_text(PLAIN)
-    options = OPTIONS | {
-        "chat-template": folder / "template.jinja",
-        "max-model-len": 512,
-        "block-size": 32,
-    }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    arguments += ["--enforce-eager", "--trust-request-chat-template"]
-    arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
-    log = folder / "log"
-    with live_server(model_folder("llama"), arguments, runner, log) as started:
-        yield Server(*started)
 
 
 def score(server: Server, messages: list[dict], which: str, **fields) -> dict:
@@ -94,9 +75,9 @@ def test_temperature_and_top_k(server, llama):
 
 def test_a_growing_conversation(server):
     """Each turn is read from the prefix cache but for its own tokens and two blocks."""
-    messages = conversation(7, ["yield", "while", "lambda:", "class Some:", "pass"])
+    messages = conversation(5, ["yield", "while", "lambda:", "class Some:", "pass"])
     before = 0
-    for turn in range(1, 8):
+    for turn in range(1, 6):
         usage = score(server, messages[: 1 + 2 * turn], "assistant")["usage"]
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         assert usage["prompt_tokens"] - cached <= usage["prompt_tokens"] - before + 64

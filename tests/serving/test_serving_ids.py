@@ -205,3 +205,25 @@ def test_echo(server, llama):
         assert choice["text"] == text
         assert (choice["target_logprobs"] is None) == (not fields)
     assert_choice(choice, llama, SHORT, [5])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(max_tokens=0, target_token_ids=LONG[1:]),
+        dict(max_tokens=1, prompt_logprobs=1),
+        dict(max_tokens=1, echo=True, logprobs=1),
+    ],
+    ids=["named", "prompt_logprobs", "echo"],
+)
+def test_tenants_with_salts_read_nothing_of_each_other(server, fields):
+    """Neither keys and values nor kept scores: else the time of an answer told what
+    somebody else sent."""
+
+    def cached(salt: str) -> int:
+        answer = server.ask(prompt=LONG, cache_salt=f"{salt} {[*fields]}", **fields)
+        details = answer["usage"]["prompt_tokens_details"]
+        return (details or {}).get("cached_tokens") or 0
+
+    counts = [cached(salt) for salt in ("one", "other", "one")]
+    assert counts[:2] == [0, 0] and counts[2] > 0

@@ -26,7 +26,11 @@ _SUMMARY = re.compile(
 
 
 def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[list[str]]]:
-    """The sessions of each part, a command each, what takes longest first."""
+    """The sessions of each part, a command each.
+
+    After the series, which takes seconds, what takes longest comes first, so that both
+    cores have something to do until the end.
+    """
     python = str(checkout.venv / "bin" / "python")
     pytest = [python, "-s", "-m", "pytest", *PYTEST_OPTIONS]
 
@@ -39,11 +43,11 @@ def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[list[str
 
     return {
         "series": [[python, "-m", "tools.series", "check"]],
+        "v1": engine("v1"),
+        "v2": engine("v2"),
+        "upstream": [[python, "-m", "tools.upstream_tests"]],
         "lint": [[python, "-m", "tools.build", "lint"]],
         "tools": [[*pytest, "--confcutdir=tests/tools", "tests/tools"]],
-        "v1": engine("v1"),
-        "upstream": [[python, "-m", "tools.upstream_tests"]],
-        "v2": engine("v2"),
     }
 
 

@@ -11,14 +11,12 @@ from tiny_models import CONFIGS, save_model
 PROGRAM = """
 import json, sys
 
-def main():
-    import vllm
+def answer(model, options, requests):
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    job = json.load(open(sys.argv[1]))
-    llm = LLM(model=job["model"], **job["options"])
+    llm = LLM(model=model, **options)
     answers = []
-    for ids, sampling in job["requests"]:
+    for ids, sampling in requests:
         llm.reset_prefix_cache()
         request = TokensPrompt(prompt_token_ids=ids)
         (output,) = llm.generate([request], SamplingParams(**sampling), use_tqdm=False)
@@ -29,24 +27,30 @@ def main():
             entry and [[i, x.logprob, x.rank, x.decoded_token] for i, x in entry.items()]
             for entry in output.prompt_logprobs
         ])
-    json.dump({"file": vllm.__file__, "answers": answers}, open(sys.argv[2], "w"))
+    return answers
+
+def main():
+    import vllm
+
+    jobs = json.load(open(sys.argv[1]))
+    answers = {name: answer(**job) for name, job in jobs.items()}
+    json.dump({"file": vllm.__file__} | answers, open(sys.argv[2], "w"))
 
 if __name__ == "__main__":
     main()
 """
 TOLERANCE = 1e-5  # nats, between two orders of adding up a float32 row
+MODES = {
+    "llama": "raw_logprobs",
+    "qwen2": "processed_logprobs",
+    "opt": "processed_logits",
+}
+"""By family."""
 
 
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [
-        ("llama", "raw_logprobs"),
-        ("qwen2", "processed_logprobs"),
-        ("opt", "processed_logits"),
-    ],
-)
-def test_every_field_is_upstreams(runner, upstream, tmp_path, family, mode):  # noqa: F811
-    vocabulary = CONFIGS[family].vocab_size
+@pytest.fixture(scope="module")
+def both(runner, upstream, tmp_path_factory) -> tuple[dict, dict, dict]:
+    """Requests by family, and what the fork and the release answer to them."""
     samplings = [
         {"prompt_logprobs": 0},
         {"prompt_logprobs": 1},
@@ -58,20 +62,31 @@ def test_every_field_is_upstreams(runner, upstream, tmp_path, family, mode):  # 
         {"prompt_logprobs": -1},
         {"prompt_logprobs": 2, "n": 2},
     ]
-    job = {
-        "model": str(save_model(family, tmp_path / "model")),
-        "options": engine_options()
-        | {"max_num_batched_tokens": 64, "max_logprobs": -1, "logprobs_mode": mode},
-        "requests": [
-            (random_ids(i, vocabulary, length), {"max_tokens": 2} | sampling)
-            for i, sampling in enumerate(samplings)
-            for length in (2, 70)
-        ],
+    folder = tmp_path_factory.mktemp("both")
+    options = engine_options() | {"max_num_batched_tokens": 64, "max_logprobs": -1}
+    jobs = {
+        family: {
+            "model": str(save_model(family, folder / family)),
+            "options": options | {"logprobs_mode": mode},
+            "requests": [
+                (
+                    random_ids(i, CONFIGS[family].vocab_size, length),
+                    {"max_tokens": 2} | sampling,
+                )
+                for i, sampling in enumerate(samplings)
+                for length in (2, 70)
+            ],
+        }
+        for family, mode in MODES.items()
     }
-    fork, upstreams = run_both(PROGRAM, job, runner, upstream, tmp_path)
-    for (ids, sampling), ours, theirs in zip(
-        job["requests"], fork["answers"], upstreams["answers"], strict=True
-    ):
+    requests = {family: job["requests"] for family, job in jobs.items()}
+    return requests, *run_both(PROGRAM, jobs, runner, upstream, folder)
+
+
+@pytest.mark.parametrize("family", MODES)
+def test_every_field_is_upstreams(both, family):
+    requests, fork, release = (answers[family] for answers in both)
+    for (ids, _), ours, theirs in zip(requests, fork, release, strict=True):
         assert len(ours) == len(theirs) == len(ids)
         assert not ours[0] and not theirs[0]
         for position in range(1, len(ids)):

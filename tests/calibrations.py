@@ -10,12 +10,7 @@ from tiny_models import CONFIGS, save_model
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "applications" / "utio"))
 
-# Qwen3-MoE exits, but the program does not fit anything to it.
-FAMILIES = [
-    family
-    for family in CONFIGS
-    if family.startswith("deep_") and family != "deep_qwen3_moe"
-]
+FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
 LAYERS, HIDDEN = 6, 128
 CUTOFFS = [2, 5]
 CONTEXT = 64

@@ -294,3 +294,24 @@ def test_greedy_and_drawn_tokens_in_one_batch(llm, llama):
 def test_other_families_are_refused_by_name(engine, family, named):
     with pytest.raises(ValueError, match=f"'early_exit' does not support {named}"):
         start(engine, options(), family)
+
+
+def test_a_fitted_file_of_a_model_with_experts(runner, engine, model_folder, oracle, tmp_path):
+    """What `utio_calibrate.py` fits to Qwen3-MoE, its engine drafts with."""
+    if runner == "v2":
+        pytest.skip("the program fits the same file")
+    from calibrations import arguments  # where the program is, too
+
+    import utio_calibrate
+
+    family, file = "deep_qwen3_moe", tmp_path / "fitted.safetensors"
+    argv = arguments(model_folder(family), file, "--tokens", "3000", "--holdout", "0.3")
+    utio_calibrate.main(argv)
+    llm = start(engine, options(5, 2, calibration=str(file), min_acceptance=0), family)
+    prompts = random_prompts(6, VOCABULARY, 60)
+    with watched(llm) as drafted:
+        completions = generate(llm, prompts, params(20))
+    for ids, completion in zip(prompts, completions):
+        assert_greedy(oracle(family), ids, completion, 20)
+    # More tokens than rounds: some of the drafts were accepted.
+    assert 0 < len(drafted.counts) < 6 * 19

@@ -452,7 +452,7 @@ class Exits:
     """A causal model with exits after some of its layers.
 
     Args:
-        model: a Llama, Mistral, Qwen2, Qwen3 or OPT of Transformers.
+        model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or OPT of Transformers.
         cutoffs: numbers of layers, from 1 to one less than the model has.
     """
 

@@ -75,9 +75,9 @@ def test_temperature_and_top_k(server, llama):
 
 def test_a_growing_conversation(server):
     """Each turn is read from the prefix cache but for its own tokens and two blocks."""
-    messages = conversation(5, ["yield", "while", "lambda:", "class Some:", "pass"])
+    messages = conversation(7, ["a", "b", "x", "(", ")"])
     before = 0
-    for turn in range(1, 6):
+    for turn in range(1, 8):
         usage = score(server, messages[: 1 + 2 * turn], "assistant")["usage"]
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         assert usage["prompt_tokens"] - cached <= usage["prompt_tokens"] - before + 64

@@ -161,7 +161,8 @@ class Crowd:
             stays = self.random.random()
             act = self.hang_up if stays > 0.1 else self.score if stays > 0.05 else self.decode
             await act(http)
-            await asyncio.sleep(self.random.expovariate(1 / PAUSE))
+            left = max(ends - time.monotonic(), 0)
+            await asyncio.sleep(min(self.random.expovariate(1 / PAUSE), left))
 
     def run(self, seconds: float) -> None:
         async def run() -> None:

@@ -219,6 +219,7 @@ def environment(side: Side, fresh: bool = False) -> dict[str, str]:
         "HF_HOME": str(BUILD / "huggingface"),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
+        "NUMBA_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),

@@ -20,7 +20,8 @@ import statistics
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -69,18 +70,11 @@ class Server:
         return function(self), self.seconds() - begin
 
 
-def main() -> None:
-    args = parse_args()
-    for part in args.part:
-        measure(part, args)
-
-
-def measure(part: str, args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        # A teacher's many tokens are to weigh more than the product of its head.
-        shape = (32_000, 512, 4) if part == "teacher" else (128_256, 1024, 2)
-        model = with_tokenizer(processes.random_llama(*shape, "float32"), Path(folder))
-        servers = {}
+@contextmanager
+def both_servers(model: Path, options: list[str]) -> Iterator[dict[str, Server]]:
+    """Servers of the release and of the fork, by name, with the same options."""
+    servers = {}
+    with ExitStack() as stack:
         for name in ("release", "fork"):
             paths = [processes.upstream_folder()] if name == "release" else []
             environ = {
@@ -89,9 +83,24 @@ def measure(part: str, args: argparse.Namespace) -> None:
             }
             log = processes.RESULTS / f"clients_{name}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            server = live_server(model, OPTIONS, "v1", log, environ)
+            server = live_server(model, options, "v1", log, environ)
             servers[name] = Server(*stack.enter_context(server))
-        PARTS[part](servers, model, args)
+        yield servers
+
+
+def main() -> None:
+    args = parse_args()
+    for part in args.part:
+        measure(part, args)
+
+
+def measure(part: str, args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        # A teacher's many tokens are to weigh more than the product of its head.
+        shape = (32_000, 512, 4) if part == "teacher" else (128_256, 1024, 2)
+        model = with_tokenizer(processes.random_llama(*shape, "float32"), Path(folder))
+        with both_servers(model, OPTIONS) as servers:
+            PARTS[part](servers, model, args)
 
 
 def parse_args() -> argparse.Namespace:

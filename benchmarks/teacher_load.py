@@ -17,21 +17,18 @@ turns, and the prefix cache is emptied before each turn.
 """
 
 import argparse
+import base64
 import io
 import statistics
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import processes
 import requests
-import runners
-from clients import NAME, OPTIONS, TOLERANCE, Server
-from live_server import live_server
+from clients import NAME, OPTIONS, TOLERANCE, Server, both_servers
 from teacher import make_tokenizer
 
 VOCABULARY = 32_000
@@ -60,8 +57,6 @@ def body(ids: list[int], k: int, way: str) -> dict:
 def best(choice: dict, ids: list[int], k: int) -> np.ndarray:
     """The `k` greatest log-probabilities of each row, or those of the prompt's tokens."""
     if scores := choice.get("target_logprobs"):
-        import base64
-
         array = scores["top_logprobs" if k else "logprobs"]
         return np.load(io.BytesIO(base64.b64decode(array))).reshape(len(ids) - 1, -1)
     rows = choice["prompt_logprobs"][1:]
@@ -168,25 +163,16 @@ def main() -> None:
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, VOCABULARY, (args.prompts, args.length)).tolist()
     rows = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         make_tokenizer(VOCABULARY).save_pretrained(folder)
         options = [one for one in OPTIONS if "max-logprobs" not in one]
         options += [f"--max-logprobs={max(args.top_k)}", f"--tokenizer={folder}"]
         options += [f"--chat-template={TEMPLATE}"]
-        servers = {}
-        for name in ("release", "fork"):
-            paths = [processes.upstream_folder()] if name == "release" else []
-            environ = {
-                "PYTHONPATH": runners.environment("v1", paths)["PYTHONPATH"],
-                "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-            }
-            log = Path(folder) / f"{name}.log"
-            started = live_server(model, options, "v1", log, environ)
-            servers[name] = Server(*stack.enter_context(started))
-        for k in args.top_k:
-            for at_once in args.at_once:
-                rows += measure(servers, prompts, k, at_once, args.rounds)
-                print(*(" | ".join(map(str, row)) for row in rows[-3:]), sep="\n")
+        with both_servers(model, options) as servers:
+            for k in args.top_k:
+                for at_once in args.at_once:
+                    rows += measure(servers, prompts, k, at_once, args.rounds)
+                    print(*(" | ".join(map(str, row)) for row in rows[-3:]), sep="\n")
     title = f"{args.prompts} prompts of {args.length} tokens, {args.model} model, HTTP"
     processes.show(f"teacher_load_{args.model}", title, COLUMNS, rows)
 

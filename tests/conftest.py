@@ -202,7 +202,6 @@ def engine(runner: str, model_folder):
     The engine runs inside this process, where one starts in a third of a second.
     What differs between processes is tested in `serving/test_async_scoring.py`.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
     from vllm.distributed import parallel_state
 

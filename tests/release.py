@@ -42,7 +42,6 @@ def run_both(
     answers = []
     for name, paths in (("fork", []), ("upstream", [upstream])):
         environment = runners.environment(runner, paths)
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         command = [sys.executable, "program.py", "job.json", f"{name}.json"]
         subprocess.run(command, cwd=folder, env=environment, check=True)
         answers.append(json.loads((folder / f"{name}.json").read_text()))

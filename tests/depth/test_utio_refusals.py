@@ -215,7 +215,6 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = runners.environment("v1", [Path(__file__).parents[1]])
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     command = [sys.executable, "program.py", "jobs.json", "messages.json"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     messages = json.loads((tmp_path / "messages.json").read_text())

@@ -76,7 +76,6 @@ def server(starting):
 @pytest.fixture(scope="module")
 def clients(starting, process_groups):
     """By name; vLLM's engine runs inside this process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = {"enforce_eager": True, **SMALL}
     with (
         LLMClient("vllm", engine=options) as vllm,
@@ -380,7 +379,6 @@ def test_two_clients_at_once(server, clients, outputs, work):
 
 def test_bench(tmp_path, capsys, process_groups):
     """With speculative decoding beside what there is without."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = settings(
         count=2,
         repeats=1,

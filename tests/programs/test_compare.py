@@ -2,7 +2,6 @@
 """Every figure of `examples/applications/compare` against Transformers in float32, the
 whole vocabulary and float64 NumPy, on two models; and what must come out exactly."""
 
-import os
 import sys
 from collections import Counter
 from functools import cache
@@ -102,7 +101,6 @@ def positions_of(reference, result) -> Positions:
 
 @pytest.fixture(scope="module")
 def case(runner, folders):
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from compare.reference import compare_with, make_reference
     from vllm import LLM
 

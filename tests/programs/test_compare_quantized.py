@@ -5,7 +5,6 @@ Of schemes that round activations too, Transformers' linear layers round their i
 `ROUNDINGS` does: plain PyTorch, which shares no code with vLLM or compressed-tensors."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,7 +151,6 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def logprobs(runner):
     """vLLM's log-probabilities of all words at all scored positions of a model."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from compare.reference import score
     from vllm import LLM
 
@@ -203,7 +201,6 @@ def test_scores_are_those_of_rounded_activations(name, source, logprobs, tmp_pat
 
 
 def test_a_scheme_that_has_no_kernel_is_refused(runner, source, tmp_path):
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from compare.engine import new_engine
 
     quantize(source("llama"), tmp_path, "W8A16")

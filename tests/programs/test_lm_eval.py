@@ -4,7 +4,6 @@
 lm-eval's `vllm` model runs on the same wheel, as lm-eval ships it.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -42,7 +41,6 @@ bound leaves room for five."""
 
 @pytest.fixture(scope="module", autouse=True)
 def example_on_the_path():
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(EXAMPLE))
     yield
     sys.path.remove(str(EXAMPLE))

@@ -167,10 +167,9 @@ def test_texts_that_are_not_there_are_refused(wrong, tmp_path):
         (["--kv-cache-memory-bytes", "1000"], "--kv-cache-memory-bytes"),
     ],
 )
-def test_an_engine_that_does_not_start_says_why(wrong, said, monkeypatch):
+def test_an_engine_that_does_not_start_says_why(wrong, said):
     from score_perplexity import parse_args, start_engine
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with pytest.raises(SystemExit) as error:
         start_engine(parse_args(["--text", "a", "--enforce-eager", *wrong]))
     assert str(error.value).startswith("error: ") and said in str(error.value)

@@ -3,7 +3,6 @@
 
 import json
 import math
-import os
 import sys
 from functools import cache
 from itertools import pairwise
@@ -82,7 +81,6 @@ def truth(windows, model_folder, noisy_folder) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def engines(runner, model_folder, noisy_folder):
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     options = OPTIONS | {"max_model_len": CONTEXT, "max_logprobs": VOCABULARY + 1}

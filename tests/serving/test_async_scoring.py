@@ -21,7 +21,8 @@ def serve(runner, model_folder):
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    with asyncio.Runner() as loop:
+    with asyncio.Runner() as loop, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
         async def start():
             options = engine_options() | {"max_num_batched_tokens": 64}

@@ -4,6 +4,8 @@
 import numpy as np
 from triton.backends.driver import DriverBase
 
+from . import faster
+
 
 class InterpreterDriver(DriverBase):
     @classmethod
@@ -37,3 +39,4 @@ def _nanargmax_of_any(a, axis=None, **kwargs):
 
 
 np.nanargmax = _nanargmax_of_any
+faster.install()

@@ -185,7 +185,7 @@ def scoring(device: str) -> dict:
     rows, problems = [], []
     for runner, graphs, asynchronous in product(("v1", "v2"), both, both):
         options = dict(enforce_eager=not graphs, async_scheduling=asynchronous)
-        with worker(device, runner, VLLM_ENABLE_V1_MULTIPROCESSING="0") as engine:
+        with worker(device, runner) as engine:
             taken = engine.call("open", **options)
             found = engine.call("score", prompts=prompts, top=targets)
         off, wrong = 0.0, 0

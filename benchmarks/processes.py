@@ -52,7 +52,7 @@ class Worker:
         paths = [upstream_folder()] if upstream else []
         self.runner, self.upstream = runner, upstream
         environment = runners.environment(runner, paths)
-        environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environ
+        environment |= environ
         self.log = tempfile.TemporaryFile("w+")
         self.connection, theirs = Pipe()
         with theirs:

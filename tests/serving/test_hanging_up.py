@@ -169,7 +169,8 @@ class Crowd:
     def run(self, seconds: float) -> None:
         async def run() -> None:
             timeout = aiohttp.ClientTimeout(REQUEST_SECONDS)
-            connector = aiohttp.TCPConnector(limit=CLIENTS)
+            # The server ends an idle connection after 5 s: not while a request is sent on it.
+            connector = aiohttp.TCPConnector(limit=CLIENTS, keepalive_timeout=1)
             async with aiohttp.ClientSession(
                 self.url, timeout=timeout, connector=connector
             ) as http:

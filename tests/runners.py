@@ -18,7 +18,7 @@ _BOTH = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     # An engine is in the process that makes it, and a server's worker in its engine's:
-    # each process takes ten seconds to import vLLM. Tests of what differs take this out.
+    # each process takes ten seconds to import vLLM. Tests of what differs say otherwise.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TOKENIZERS_PARALLELISM": "false",
     # Two cores and many engines in one process: idle OpenMP threads must not spin.

@@ -249,6 +249,8 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="with it: every prefix")
     parser.add_argument("--runner", choices=runners.RUNNERS, default="v1")
     arguments = parser.parse_args()
+    if arguments.all and not arguments.each_patch:
+        parser.error("--all goes with --each-patch")
     record = Record(HERE.root / RECORD, arguments.runner, prefixes(HERE))
     chosen = list(record.wanted) if arguments.all else record.missing()
     if arguments.each_patch:

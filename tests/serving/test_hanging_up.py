@@ -82,9 +82,9 @@ def server(runner, model_folder, clock, tmp_path_factory):
     options = [f"--{name}={value}" for name, value in OPTIONS.items()]
     options += [*DEPTH, "--block-size=32", *["--enforce-eager"] * (not COMPILED)]
     log = tmp_path_factory.mktemp("hanging_up") / "log"
-    with live_server(
-        model_folder(FAMILY), options, runner, log, clock.environ
-    ) as started:
+    # Its worker is a process of its own, as it is for who serves on a CPU.
+    environ = clock.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with live_server(model_folder(FAMILY), options, runner, log, environ) as started:
         yield started
 
 

@@ -6,8 +6,8 @@ Nine tenths of a V2 step on a CPU is the interpreter's own work. Taken out of it
 - Patching `triton.language` at each call of a device function: the kernel that calls it
   has done so, and it is a quarter of the time.
 - Making the table of NumPy's types at each lookup.
-- Looking for overflows of integers, with 64-bit arithmetic at each operation, which no
-  GPU does and no tiny model has. Another quarter.
+- Looking for overflows of integers, with 64-bit arithmetic at each operation, which a
+  GPU does for debugging only and no tiny model has. Another quarter.
 
 The interpreter is imported after Triton's backends, so this is done when it is.
 """

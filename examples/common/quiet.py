@@ -42,6 +42,8 @@ def hush(*, in_process: bool = False) -> None:
     # vLLM sets up its loggers when an engine is made; while it is imported, Python
     # prints their warnings as they come.
     logging.getLogger("vllm").setLevel(level)
+    # Of torch for CUDA where there is no GPU: "No CUDA runtime is found, ..."
+    logging.getLogger("torch.utils.cpp_extension").setLevel(level)
     ignore_warnings()
 
 

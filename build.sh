@@ -12,9 +12,10 @@ stop() {
 # Nothing of the caller's Python set-up may reach the build.
 unset "${!PYTHON@}" VIRTUAL_ENV CONDA_PREFIX
 
-if [[ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]]; then
-    stop "this runs on Linux x86-64; here is $(uname -s) $(uname -m)"
-fi
+case "$(uname -s)-$(uname -m)" in
+Linux-x86_64 | Linux-aarch64) ;;
+*) stop "this runs on Linux, x86-64 or aarch64; here is $(uname -s) $(uname -m)" ;;
+esac
 command -v git >/dev/null || stop "git is not installed"
 
 python=

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from tools import fetch, lock as locks, stamp
 from tools.common import (
-    HERE, PYTHONS, Checkout, ToolError, clean_environment, python_version, run_main,
+    HERE, MACHINES, PYTHONS, Checkout, ToolError, clean_environment, python_version,
+    run_main,
 )  # fmt: skip
+from tools.lock import DEVICES, Target
 from tools.processes import Log
 from tools.steps import Step, alone, run_steps, works
 from tools.test import PARTS, QUICK, test
@@ -34,21 +36,20 @@ def _packages(checkout: Checkout) -> Path:
     return checkout.venv / "lib" / f"python{python_version()}" / "site-packages"
 
 
-def _wheels(checkout: Checkout, device: str) -> list[Path]:
-    version = locks.read(checkout).version(device)
-    return sorted(checkout.dist.glob(f"vllm-{version}-*.whl"))
+def _wheels(checkout: Checkout, target: Target) -> list[Path]:
+    return locks.read(checkout).built(checkout, target)
 
 
-def _installed(checkout: Checkout, device: str) -> bool:
-    version = locks.read(checkout).version(device)
+def _installed(checkout: Checkout, target: Target) -> bool:
+    version = locks.read(checkout).version(target.device)
     return (_packages(checkout) / f"vllm-{version}.dist-info" / "RECORD").is_file()
 
 
-def _is_fetched(checkout: Checkout, device: str) -> bool:
+def _is_fetched(checkout: Checkout, target: Target) -> bool:
     """Whether both archives are there; checks their hashes, whatever a stamp says."""
     lock = locks.read(checkout)
     there = True
-    for archive in (lock.sdist, lock.wheel(device)):
+    for archive in (lock.sdist, lock.wheel(target)):
         path = checkout.downloads / archive.file
         if path.exists():
             fetch.verify(path, archive.sha256)
@@ -57,8 +58,8 @@ def _is_fetched(checkout: Checkout, device: str) -> bool:
     return there
 
 
-def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
-    """The steps to an installed wheel, in order."""
+def steps(checkout: Checkout, target: Target, source: str) -> list[Step]:
+    """The steps to a wheel, in order, and to its installation if it runs here."""
     root, python = checkout.root, _python(checkout)
     pins, torch = (root / "requirements" / f"{name}.lock" for name in ("cpu", "torch"))
     # A moved environment does not work, hence its path.
@@ -82,9 +83,9 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
         Step(
             "downloads",
             "upstream's archives",
-            lambda: stamp.key(checkout.lock_file, device),
-            lambda: _is_fetched(checkout, device),
-            [[python, "-m", "tools.fetch", "sdist", device]],
+            lambda: stamp.key(checkout.lock_file, str(target)),
+            lambda: _is_fetched(checkout, target),
+            [[python, "-m", "tools.fetch", "sdist", str(target)]],
         ),
         Step(
             "tree",
@@ -96,7 +97,7 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
             [[python, "-m", "tools.series", "base", "--source", source]],
         ),
         Step(
-            f"wheel-{device}",
+            f"wheel-{target}",
             "patches and wheel",
             lambda: stamp.key(
                 checkout.lock_file,
@@ -106,18 +107,18 @@ def steps(checkout: Checkout, device: str, source: str) -> list[Step]:
                 environment_key,
                 source,
             ),
-            lambda: len(_wheels(checkout, device)) == 1,
-            [[python, "-m", "tools.wheel", "--device", device]],
+            lambda: len(_wheels(checkout, target)) == 1,
+            [[python, "-m", "tools.wheel", str(target)]],
         ),
     ]
-    if device == "cpu":
+    if target == Target("cpu"):
         made.append(
             Step(
                 "install",
                 "install",
-                lambda: stamp.key(*_wheels(checkout, device), environment_key),
-                lambda: _installed(checkout, device),
-                [[python, "-m", "tools.install", device]],
+                lambda: stamp.key(*_wheels(checkout, target), environment_key),
+                lambda: _installed(checkout, target),
+                [[python, "-m", "tools.install"]],
             )
         )
     return made
@@ -217,8 +218,8 @@ def _parser() -> argparse.ArgumentParser:
         "CycloneDX in dist/; `./build.sh requirements`: resolve all that is installed. The "
         "first two need git and Python only. Steps that are done are skipped; an "
         "interrupted build goes on where it was. Nothing outside this folder is written "
-        f"but temporary files. Needs Linux on x86-64, Python {PYTHONS[0]} to {PYTHONS[-1]}, "
-        "git and about 6 GiB of disk space.",
+        "but temporary files. Needs Linux on x86-64 or aarch64, Python "
+        f"{PYTHONS[0]} to {PYTHONS[-1]}, git and about 6 GiB of disk space.",
     )
     parser.add_argument(
         "verb",
@@ -239,10 +240,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device",
-        choices=["cpu", "cuda"],
+        choices=DEVICES,
         default="cpu",
         help="which of upstream's binaries go in (default: cpu). The cuda wheel is "
         "left in dist/, to be installed where the GPU is",
+    )
+    parser.add_argument(
+        "--machine",
+        choices=MACHINES,
+        default=Target("cpu").machine,
+        help="what the wheel is for, as `uname -m` names it (default: this machine). "
+        "Another machine's wheel is left in dist/",
     )
     parser.add_argument(
         "--source",
@@ -266,13 +274,16 @@ def main() -> None:
     parts = tuple(arguments.part)
     if arguments.quick and parts == PARTS:
         parts = QUICK
-    if arguments.device == "cuda" and arguments.verb != "build":
-        raise ToolError("demo and test run on the CPU wheel; leave out --device cuda")
+    target = Target(arguments.device, arguments.machine)
+    if target != Target("cpu") and arguments.verb != "build":
+        raise ToolError(
+            "demo and test run on this machine's CPU wheel; leave out --device, --machine"
+        )
     with alone(HERE):
         HERE.sweep()
         log = Log(HERE, arguments.verb)
         try:
-            todo = steps(HERE, arguments.device, arguments.source)
+            todo = steps(HERE, target, arguments.source)
             if arguments.verb == "test" and not arguments.quick:
                 todo.append(tested_beside(HERE))
             run_steps(HERE, todo, log)
@@ -280,7 +291,7 @@ def main() -> None:
                 environment = offline_environment(HERE)
                 test(HERE, log, environment, parts, arguments.quick)
             elif arguments.verb == "build":
-                _report(HERE, arguments.device)
+                _report(HERE, target)
         except KeyboardInterrupt:
             print(flush=True)
             raise ToolError("interrupted; run it again to go on") from None
@@ -290,13 +301,13 @@ def main() -> None:
         demo(HERE)
 
 
-def _report(checkout: Checkout, device: str) -> None:
-    (wheel,) = _wheels(checkout, device)
+def _report(checkout: Checkout, target: Target) -> None:
+    (wheel,) = _wheels(checkout, target)
     print(f"wheel: dist/{wheel.name}")
-    if device == "cuda":
-        print(f"on the machine with the GPU: pip install {wheel.name}")
-    else:
+    if target == Target("cpu"):
         print("installed in .venv; next: ./build.sh demo")
+    else:
+        print(f"on the machine that it is for: pip install {wheel.name}")
 
 
 if __name__ == "__main__":

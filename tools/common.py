@@ -101,6 +101,9 @@ PYTEST_OPTIONS += ["-o", "faulthandler_exit_on_timeout=true"]
 PYTHONS = ("3.11", "3.12", "3.13")
 """Versions of Python that build.sh takes and cpu.lock is resolved for."""
 
+MACHINES = ("x86_64", "aarch64")
+"""What build.sh runs on and cpu.lock is resolved for, as ``uname -m`` names it."""
+
 
 def python_version() -> str:
     """The running Python's, as in ``PYTHONS``."""

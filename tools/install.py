@@ -9,18 +9,18 @@ import subprocess
 
 from tools import lock as locks
 from tools.common import HERE, Checkout, ToolError, clean_environment, run_main
+from tools.lock import Target
 
 
-def install(checkout: Checkout, device: str) -> None:
-    """Put the wheel in place of whatever ``vllm`` is installed.
+def install(checkout: Checkout) -> None:
+    """Put the CPU's wheel in place of whatever ``vllm`` is installed.
 
     Raises:
         ToolError: there is not exactly one wheel of the locked version, or pip fails.
     """
-    version = locks.read(checkout).version(device)
-    wheels = sorted(checkout.dist.glob(f"vllm-{version}-*.whl"))
+    wheels = locks.read(checkout).built(checkout, Target("cpu"))
     if len(wheels) != 1:
-        raise ToolError(f"{len(wheels)} wheels of {version} in dist/, wanted one")
+        raise ToolError(f"{len(wheels)} wheels for the CPU in dist/, wanted one")
     command = [str(checkout.venv / "bin" / "python"), "-m", "pip", "install"]
     command += ["--no-deps", "--no-index", "--force-reinstall", str(wheels[0])]
     environment = clean_environment(checkout)
@@ -32,8 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.install", description=__doc__
     )
-    parser.add_argument("device", choices=["cpu"])
-    install(HERE, parser.parse_args().device)
+    parser.parse_args()
+    install(HERE)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,42 @@
 """
 
 import dataclasses
+import platform
 import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
-from tools.common import Checkout, ToolError, write_atomically
+from tools.common import MACHINES, Checkout, ToolError, write_atomically
 
 _HEADER = """\
 # SPDX-License-Identifier: Apache-2.0
 # What this fork is built from, and the git trees that the stacks of patches must
 # give. `./build.sh series export` writes the tree hashes, `./build.sh series rebase
-# VERSION` moves to another release, and `python -m tools.fetch --pin DEVICE` records
-# its binaries. `revision` is edited by hand: it is the N of {release}+{label}.N.cpu.
+# VERSION` moves to another release, and `python -m tools.fetch --pin cpu-x86_64 ...`
+# records its binaries. `revision` is edited by hand: it is the N of {release}+{label}.N.cpu.
 """
+
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a wheel is for. Its text, as ``cpu-x86_64``, is its name in the lock.
+
+    Attributes:
+        device: one of ``DEVICES``.
+        machine: one of ``MACHINES``; this one if it is left out.
+    """
+
+    device: str
+    machine: str = platform.machine()
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.machine}"
+
+
+TARGETS = [Target(device, machine) for device in DEVICES for machine in MACHINES]
 
 
 @dataclass(frozen=True)
@@ -49,7 +73,7 @@ class Lock:
         trees: git tree hashes that the applied stacks must give, by branch:
             ``fixes``, ``scoring`` and ``depth`` (each on the fixes), and ``all``.
         sdist: the source archive.
-        wheels: the precompiled binaries by device.
+        wheels: the precompiled binaries by the text of their target.
     """
 
     release: str
@@ -61,22 +85,28 @@ class Lock:
     sdist: Archive
     wheels: dict[str, Archive]
 
-    def wheel(self, device: str) -> Archive:
-        """The binaries for ``device``.
+    def wheel(self, target: Target) -> Archive:
+        """The binaries for ``target``.
 
         Raises:
             ToolError: none are recorded.
         """
-        if device not in self.wheels:
+        name = str(target)
+        if name not in self.wheels:
             raise ToolError(
-                f"upstream.lock has no binaries of {self.release} for {device}; "
-                f"record them with `.venv/bin/python -m tools.fetch --pin {device}`"
+                f"upstream.lock has no binaries of {self.release} for {name}; "
+                f"record them with `.venv/bin/python -m tools.fetch --pin {name}`"
             )
-        return self.wheels[device]
+        return self.wheels[name]
 
     def version(self, device: str) -> str:
         """Version of the wheel; upstream looks for ``cpu`` in it on a CPU."""
         return f"{self.release}+{self.label}.{self.revision}.{device}"
+
+    def built(self, checkout: Checkout, target: Target) -> list[Path]:
+        """The wheels of this version in ``dist/``; one, unless a build was broken off."""
+        name = f"vllm-{self.version(target.device)}-*_{target.machine}.whl"
+        return sorted(checkout.dist.glob(name))
 
 
 def read(checkout: Checkout) -> Lock:

@@ -27,8 +27,8 @@ _HOW_TO_GO_ON = """\
 or give up with `./build.sh series rebase --abort`."""
 _NEXT = """\
 Read {comparison}, the old patches beside the new ones, then
-  {python} -m tools.fetch --pin cpu   # the binaries of {release}; so with cuda
-  {python} -m tools.requirements      # the versions it wants
+  {python} -m tools.fetch --pin cpu-x86_64 cpu-aarch64   # the binaries of {release}
+  {python} -m tools.requirements                         # the versions it wants
   ./build.sh test"""
 _MEND = """\
 Mend it in the first patch that has it (git -C {source} checkout STACK, then commit
@@ -92,7 +92,7 @@ def start(checkout: Checkout, release: str) -> None:
     if release == lock.release:
         raise ToolError(f"the stacks are on {release} already")
     source.open_source(checkout)
-    archive = fetch.discover(checkout, release, "sdist")
+    archive = fetch.discover(checkout, release)
     print(f"{archive.file}: sha256 {archive.sha256} (as found, not checked)")
     path = fetch.archive_path(checkout, archive)
     print(f"tree {bases.import_sdist(checkout, path, release)}")

@@ -3,9 +3,10 @@
 
 ``./build.sh requirements`` resolves what the release's CPU wheel declares, with
 ``requirements/extra.in``, and what the other environments hold, and writes the versions
-down with the hashes of all their files. Each Python that ``build.sh`` takes must come to
-the same versions. It keeps to those that are in the files already, but for what the
-wheel pins; ``--upgrade`` takes the newest.
+down with the hashes of all their files. Each Python and each machine that ``build.sh``
+takes must come to the same versions; what one machine alone needs is marked as its own.
+It keeps to the versions that are in the files already, but for what the wheel pins;
+``--upgrade`` takes the newest.
 
 uv asks PyPI, or the index that its own settings name (``UV_DEFAULT_INDEX``).
 """
@@ -21,8 +22,10 @@ from pathlib import Path
 
 from tools import fetch, lock as locks
 from tools.common import (
-    HERE, PYTHONS, Checkout, ToolError, clean_environment, run_main, write_atomically,
+    HERE, MACHINES, PYTHONS, Checkout, ToolError, clean_environment, run_main,
+    write_atomically,
 )  # fmt: skip
+from tools.lock import Target
 
 # Not needed for text models. The index's builds of the first three break `import
 # transformers` beside a CPU torch, and triton comes from a code host there.
@@ -69,6 +72,37 @@ def packages(lock: str) -> dict[str, str]:
     return {_name(row): row for row in rows}
 
 
+def merged(by_machine: dict[str, dict[str, str]]) -> dict[str, str]:
+    """The rows of all machines' locks, those that one lacks with a marker.
+
+    Args:
+        by_machine: what each machine needs, as ``packages`` gives it.
+
+    Raises:
+        ToolError: machines need different versions of a package.
+    """
+    rows: dict[str, str] = {}
+    for name in sorted({name for found in by_machine.values() for name in found}):
+        having = {m: found[name] for m, found in by_machine.items() if name in found}
+        if len({_plain(row) for row in having.values()}) > 1:
+            raise ToolError(
+                f"{name} differs between the machines {', '.join(having)}: pin it in "
+                "requirements/extra.in"
+            )
+        row = _plain(next(iter(having.values())))
+        if len(having) < len(by_machine):
+            marker = " or ".join(f"platform_machine == '{m}'" for m in having)
+            version, space, hashes = row.partition(" ")
+            row = f"{version} ; {marker}{space}{hashes}"
+        rows[name] = row
+    return rows
+
+
+def _plain(row: str) -> str:
+    """A row without its marker, which uv repeats if the file that it reads has one."""
+    return re.sub(r"^(\S+) *;[^\\\n]*?(?= \\|$)", r"\1", row, flags=re.MULTILINE)
+
+
 def _name(row: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", row, maxsplit=1)[0]).lower()
 
@@ -81,8 +115,10 @@ class Resolver:
         self.folder = checkout.root / "requirements"
         self.upgrade = upgrade
 
-    def resolve(self, name: str, wanted: Iterable[str], python: str) -> str:
-        """What is needed on a Python, as a lock file without comments.
+    def resolve(
+        self, name: str, wanted: Iterable[str], python: str, machine: str
+    ) -> str:
+        """What is needed on a Python of a machine, as a lock file without comments.
 
         Raises:
             ToolError: uv finds no set of versions.
@@ -95,16 +131,16 @@ class Resolver:
                 new.write_bytes(old.read_bytes())
             command = [str(Path(sys.executable).with_name("uv")), "pip", "compile"]
             command += ["--quiet", "--generate-hashes", "--no-header", "--no-annotate"]
-            command += ["--python-platform", "x86_64-manylinux_2_28"]
+            command += ["--python-platform", f"{machine}-manylinux_2_28"]
             command += ["--python-version", python, "--no-config"]
             command += ["--upgrade"] * self.upgrade
             command += [str(scratch / "all.in"), "--output-file", str(new)]
             environment = clean_environment(self.checkout)
             if subprocess.run(command, env=environment).returncode:
                 raise ToolError(
-                    f"uv found no versions for {name}.lock on Python {python}; its "
-                    "messages are above. If the release wants newer ones than the file "
-                    "has, give --upgrade"
+                    f"uv found no versions for {name}.lock on Python {python}, "
+                    f"{machine}; its messages are above. If the release wants newer "
+                    "ones than the file has, give --upgrade"
                 )
             return new.read_text()
 
@@ -114,13 +150,16 @@ class Resolver:
         Raises:
             ToolError: uv finds no set of versions, or not the same.
         """
-        found = {each: self.resolve(name, wanted, each) for each in PYTHONS}
-        if len(set(found.values())) > 1:
-            raise ToolError(
-                f"{name}.lock differs between the Pythons {', '.join(PYTHONS)}: pin in "
-                "requirements/extra.in what differs"
-            )
-        return packages(found[PYTHONS[0]])
+        by_machine = {}
+        for machine in MACHINES:
+            found = {self.resolve(name, wanted, each, machine) for each in PYTHONS}
+            if len(found) > 1:
+                raise ToolError(
+                    f"{name}.lock differs between the Pythons {', '.join(PYTHONS)} on "
+                    f"{machine}: pin in requirements/extra.in what differs"
+                )
+            by_machine[machine] = packages(found.pop())
+        return merged(by_machine)
 
     def write(self, name: str, rows: Iterable[str], says: str) -> None:
         text = f"{_LICENSE}# {says}\n# Written by `./build.sh requirements`.\n\n"
@@ -136,7 +175,7 @@ def lock_all(checkout: Checkout, upgrade: bool) -> dict[str, int]:
         ToolError: uv finds no set of versions.
     """
     lock = locks.read(checkout)
-    wheel = fetch.archive_path(checkout, lock.wheel("cpu"))
+    wheel = fetch.archive_path(checkout, lock.wheel(Target("cpu")))
     resolver = Resolver(checkout, upgrade)
     extra = (resolver.folder / "extra.in").read_text().splitlines()
     found = resolver.resolve_for_all("cpu", declared(wheel) + extra)

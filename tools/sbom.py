@@ -13,8 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from tools import fetch, lock as locks
 from tools.common import HERE, Checkout, ToolError, run_main, write_atomically
+from tools.lock import Target
 from tools.requirements import FROM_TORCH
 
 _NOT_LISTED = {"libfaketime", "pip", "trl", "vllm"}
@@ -31,8 +34,12 @@ def components(document: dict, locked: list[str]) -> list[dict]:
     Raises:
         ToolError: they are not what is locked; the first few differences are named.
     """
-    rows = (row.split()[0].split("==") for row in locked if row[:1].isalnum())
-    wanted = {_plain(name): version for name, version in rows}
+    rows = [Requirement(row.rstrip("\\ ")) for row in locked if row[:1].isalnum()]
+    wanted = {
+        _plain(row.name): str(row.specifier).removeprefix("==")
+        for row in rows
+        if not row.marker or row.marker.evaluate()
+    }
     there = {_plain(one["name"]): one for one in document["components"]}
     brought = {name for name in there if FROM_TORCH.match(name)} - {*wanted}
     wrong = [
@@ -49,16 +56,15 @@ def components(document: dict, locked: list[str]) -> list[dict]:
     return [there[name] for name in sorted({*wanted, *brought})]
 
 
-def write(checkout: Checkout, device: str = "cpu") -> Path:
+def write(checkout: Checkout) -> Path:
     """Write ``dist/WHEEL.cdx.json``.
 
     Raises:
         ToolError: there is no wheel yet, or the environment is not the locked one.
     """
-    version = locks.read(checkout).version(device)
-    wheels = sorted(checkout.dist.glob(f"vllm-{version}-*.whl"))
+    wheels = locks.read(checkout).built(checkout, Target("cpu"))
     if not wheels:
-        raise ToolError(f"no wheel of {version} in dist/: run ./build.sh first")
+        raise ToolError("no wheel for the CPU in dist/: run ./build.sh first")
     wheel = wheels[0]
     program = Path(sys.executable).with_name("cyclonedx-py")
     command = [str(program), "environment", str(checkout.venv / "bin" / "python")]

@@ -37,7 +37,7 @@ def import_base(checkout: Checkout, origin: str, url: str = "") -> None:
         found = bases.import_tag(checkout, lock.release, lock.commit, url)
         print(f"base {lock.release} from {url}: tree {found}")
         return
-    archive = fetch.fetch(checkout, "sdist")
+    archive = fetch.fetch(checkout)
     found = bases.import_sdist(checkout, archive, lock.release)
     if lock.base_tree and found != lock.base_tree:
         raise ToolError(

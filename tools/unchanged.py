@@ -31,6 +31,7 @@ from pathlib import Path
 from tests import runners
 from tools import bases, fetch, lock as locks, stacks, stamp
 from tools.common import HERE, Checkout, ToolError, run_main, write_atomically
+from tools.lock import Target
 from tools.stacks import ALL, BRANCHES, DEPTH, FIXES, SCORING
 from tools.upstream_tests import add_compiled
 
@@ -61,7 +62,7 @@ def unpack(checkout: Checkout, folder: Path) -> Path:
     Raises:
         ToolError: the wheel was not fetched.
     """
-    wheel = fetch.archive_path(checkout, locks.read(checkout).wheel("cpu"))
+    wheel = fetch.archive_path(checkout, locks.read(checkout).wheel(Target("cpu")))
     if not wheel.exists():
         raise ToolError(f"no {wheel.name} in build/downloads: run ./build.sh first")
     with zipfile.ZipFile(wheel) as archive:

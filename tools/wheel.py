@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the fork's wheel: the applied series with upstream's compiled libraries.
 
-``python -m tools.wheel --device cpu`` leaves ``dist/vllm-*.whl``. Nothing is
-compiled: the build sees git and no other program, so setup.py can not fall back to
-a local cargo or C++ build.
+``python -m tools.wheel cpu-x86_64`` leaves ``dist/vllm-*.whl``. Nothing is compiled:
+the build sees git and no other program, so setup.py can not fall back to a local cargo
+or C++ build, and a wheel for another machine is built as one for this machine is.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import git
 from tools import bases, fetch, lock as locks, stacks
 from tools.common import HERE, Checkout, ToolError, run_main
 from tools.hermetic import hermetic_environment
-from tools.lock import Lock
+from tools.lock import TARGETS, Lock, Target
 
 # Time stamp of every file in the wheel, so that equal input gives equal bytes.
 _EPOCH = 946_684_800  # 2000-01-01
 _BACKEND = Path(__file__).with_name("backend.py")
 
 
-def build(checkout: Checkout, device: str) -> Path:
+def build(checkout: Checkout, target: Target) -> Path:
     """Build and verify ``dist/vllm-VERSION-*.whl``.
 
     Raises:
@@ -36,14 +36,14 @@ def build(checkout: Checkout, device: str) -> Path:
             fails, or the wheel lacks something that upstream's has.
     """
     lock = locks.read(checkout)
-    binaries = fetch.archive_path(checkout, lock.wheel(device))
+    binaries = fetch.archive_path(checkout, lock.wheel(target))
     with checkout.scratch() as folder, _readable_by_all():
         source = folder / "src"
         repository = stacks.applied(checkout, lock, source)
-        built = _run_backend(folder, source, binaries, lock, device)
+        built = _run_backend(folder, source, binaries, lock, target)
         verify(built, binaries, repository, bases.in_clone(lock.release))
         checkout.dist.mkdir(exist_ok=True)
-        for older in checkout.dist.glob(f"vllm-{lock.version(device)}-*.whl"):
+        for older in lock.built(checkout, target):
             older.unlink()
         return built.replace(checkout.dist / built.name)
 
@@ -59,7 +59,7 @@ def _readable_by_all() -> Iterator[None]:
 
 
 def _run_backend(
-    folder: Path, source: Path, binaries: Path, lock: Lock, device: str
+    folder: Path, source: Path, binaries: Path, lock: Lock, target: Target
 ) -> Path:
     programs, output = folder / "bin", folder / "out"
     programs.mkdir()
@@ -70,15 +70,15 @@ def _run_backend(
         "HOME": str(folder),
         "TMPDIR": str(folder),
         "SOURCE_DATE_EPOCH": str(_EPOCH),
-        "VLLM_TARGET_DEVICE": device,
+        "VLLM_TARGET_DEVICE": target.device,
         "VLLM_USE_PRECOMPILED": "1",
         "VLLM_PRECOMPILED_WHEEL_LOCATION": str(binaries),
-        "VLLM_VERSION_OVERRIDE": lock.version(device),
+        "VLLM_VERSION_OVERRIDE": lock.version(target.device),
         **hermetic_environment(),
     }
     # -P: the folder of the script holds modules of ours named as others' are.
-    command = [sys.executable, "-P", "-s", str(_BACKEND), str(output)]
-    command += ["--cuda", lock.wheel(device).cuda]
+    command = [sys.executable, "-P", "-s", str(_BACKEND), str(output), target.machine]
+    command += ["--cuda", lock.wheel(target).cuda]
     result = subprocess.run(
         command,
         cwd=source,
@@ -138,8 +138,9 @@ def _contents(wheel: Path) -> dict[str, tuple[int, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.wheel", description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    print(build(HERE, parser.parse_args().device))
+    parser.add_argument("target", choices=[str(target) for target in TARGETS])
+    device, _, machine = parser.parse_args().target.partition("-")
+    print(build(HERE, Target(device, machine)))
 
 
 if __name__ == "__main__":

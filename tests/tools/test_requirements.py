@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools import requirements
-from tools.common import HERE, PYTHONS
+from tools.common import HERE, MACHINES, PYTHONS, ToolError
 
 LOCKS = Path(HERE.root, "requirements")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
@@ -43,6 +43,26 @@ def test_only_torch_is_left_to_the_index():
     assert [*torch] == ["torch"]
     cpu = requirements.packages((LOCKS / "cpu.lock").read_text())
     assert not [name for name in cpu if requirements.FROM_TORCH.match(name)]
+
+
+def test_what_one_machine_alone_needs_is_marked():
+    hashes = " \\\n    --hash=sha256:00"
+    common, own = f"numpy==2.0{hashes}", f"openmp==1{hashes}"
+    by_machine = {"x86_64": {"numpy": common, "openmp": own}, "aarch64": {"numpy": common}}
+    rows = requirements.merged(by_machine)
+    marked = f"openmp==1 ; platform_machine == 'x86_64'{hashes}"
+    assert rows == {"numpy": common, "openmp": marked}
+    # uv repeats the markers of the file that it starts from.
+    by_machine["x86_64"]["openmp"] = marked
+    assert requirements.merged(by_machine) == rows
+    by_machine["aarch64"]["numpy"] = f"numpy==2.1{hashes}"
+    with pytest.raises(ToolError, match="^numpy differs between the machines x86_64, aarch64"):
+        requirements.merged(by_machine)
+
+
+def test_build_sh_runs_on_the_machines_that_are_locked_for():
+    text = (HERE.root / "build.sh").read_text()
+    assert tuple(re.findall(r"Linux-(\w+)", text)) == MACHINES
 
 
 def test_build_sh_takes_the_pythons_that_are_locked_for():

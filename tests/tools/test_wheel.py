@@ -9,8 +9,10 @@ import pytest
 from conftest import RELEASE, commit
 
 from tools import bases, fetch, lock as locks, stacks, upstream_tests, wheel
-from tools.common import HERE, Checkout, ToolError
+from tools.common import HERE, MACHINES, Checkout, ToolError
 from tools.export import export
+from tools.index import Unreachable
+from tools.lock import Target
 from tools.stacks import DEPTH, SCORING
 
 LIBRARIES = {
@@ -108,21 +110,55 @@ def test_a_deselected_test_needs_a_reason(forked):
         upstream_tests.deselected(forked)
 
 
-def test_a_build_elsewhere_gives_the_same_bytes(tmp_path, monkeypatch):
-    """In another folder, at another time, for somebody with another umask and zone."""
-    version = locks.read(HERE).version("cpu")
-    built = sorted(HERE.dist.glob(f"vllm-{version}-*.whl"))
-    if not built:
+@pytest.fixture
+def there(tmp_path) -> Checkout:
+    """This checkout's patches and archives in another folder."""
+    if not locks.read(HERE).built(HERE, Target("cpu")):
         pytest.skip("no wheel in dist/: run ./build.sh first")
     there = Checkout(tmp_path / "a fork in a folder of another length")
     there.build.mkdir(parents=True)
     for name in ("upstream.lock", "patches", "build/bases.git", "build/downloads"):
         (there.root / name).symlink_to(HERE.root / name)
+    return there
+
+
+def test_a_build_elsewhere_gives_the_same_bytes(there, monkeypatch):
+    """In another folder, at another time, for somebody with another umask and zone."""
+    built = locks.read(HERE).built(HERE, Target("cpu"))
     monkeypatch.setenv("TZ", "Pacific/Auckland")
     umask = os.umask(0o077)
     try:
-        again = wheel.build(there, "cpu")
+        again = wheel.build(there, Target("cpu"))
     finally:
         os.umask(umask)
     assert again.name == built[0].name
     assert fetch.sha256(again) == fetch.sha256(built[0])
+
+
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+
+
+def test_a_wheel_for_another_machine_differs_in_its_libraries_alone(there):
+    here = Target("cpu")
+    (other,) = (Target("cpu", name) for name in MACHINES if name != here.machine)
+    try:
+        fetch.fetch(HERE, other)
+    except Unreachable as error:
+        pytest.skip(str(error))
+    built = wheel.build(there, other)
+    assert built.name.endswith(f"-cp38-abi3-linux_{other.machine}.whl")
+    (own,) = locks.read(HERE).built(HERE, here)
+    with zipfile.ZipFile(built) as theirs, zipfile.ZipFile(own) as ours:
+        files, own_files = ({n for n in one.namelist()} for one in (theirs, ours))
+        libraries = {name for name in files if name.endswith(".so")}
+        assert "vllm/_C.abi3.so" in libraries
+        for name in libraries:
+            header = theirs.read(name)[:20]
+            assert header[:4] == b"\x7fELF"
+            machine = int.from_bytes(header[18:20], "little")
+            assert machine == ELF_MACHINES[other.machine], name
+        assert files - libraries == {n for n in own_files if not n.endswith(".so")}
+        different = {n for n in files - libraries if theirs.read(n) != ours.read(n)}
+        assert {name.rpartition("/")[2] for name in different} == {"WHEEL", "RECORD"}
+        (tags,) = (theirs.read(n).decode() for n in different if n.endswith("/WHEEL"))
+        assert f"Tag: cp38-abi3-linux_{other.machine}\n" in tags

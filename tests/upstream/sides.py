@@ -9,6 +9,7 @@ the two archives in ``build/downloads``, the wheel installed in ``.venv``, ``pat
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import tarfile
@@ -137,7 +138,7 @@ def _make_release(folder: Path, version: str) -> None:
     _extract_source(packages, lambda name: name.startswith("vllm/"))
     info = packages / f"vllm-{version}.dist-info"
     info.mkdir()
-    with zipfile.ZipFile(_archive("cpu")) as binaries:
+    with zipfile.ZipFile(_archive(f"cpu-{platform.machine()}")) as binaries:
         for name in binaries.namelist():
             if name.endswith(".so") or name == "vllm/_version.py":
                 binaries.extract(name, packages)

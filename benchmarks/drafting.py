@@ -11,7 +11,8 @@ stays the same). FILE is what the first command fitted to it.
 Each way is an engine in a process of its own, compiled where its name does not say eager.
 They answer the same prompts, of held-out source files, by turns; a ratio is one turn's
 tokens a second by those of a plain engine in the same round. Prefill is part of a turn, and
-short.
+short. The gate's trial comes before; its later looks at other numbers of drafts are part of a
+turn.
 
 *tokens a round* are the tokens that a request gets from a pass through all layers;
 *ideal* is what that would gain if a pass and a draft cost what the weights say that they
@@ -31,6 +32,8 @@ from processes import Worker
 REFERENCE = processes.ROOT / "examples" / "reference_model"
 NUM_LAYERS = 12
 PROMPT = 64
+TRIAL = 300
+"""Tokens of each request after which a gate's trial has ended."""
 PLAIN, PLAIN_EAGER = "plain", "plain, eager"
 
 
@@ -101,6 +104,9 @@ def ways(calibration: Path) -> dict[str, dict]:
         ),
         "exit after 1, k = 1": dict(speculative=early_exit(1, 1, 0), **compiled),
         "exit after 2, k = 2": dict(speculative=early_exit(2, 2, 0), **compiled),
+        "exit after 2, k ≤ 2, gate": dict(
+            speculative=early_exit(2, 2, 0, draft_gate=True), **compiled
+        ),
         "n-gram, else exit after 1, k ≤ 3, chance ≥ 0.15": dict(
             speculative=early_exit(1, 3, 0.15, **window), **compiled
         ),
@@ -183,8 +189,10 @@ def main() -> None:
 
 def compare(args, workers, ways, prompts, batch: int, temperature: float) -> None:
     job = dict(tokens=args.tokens, temperature=temperature)
-    for worker in workers.values():  # what the first call alone does
-        worker.call("generate", prompts=prompts[:batch], seed=1, **job | {"tokens": 16})
+    for name, worker in workers.items():  # what the first call alone does
+        has_gate = (ways[name]["speculative"] or {}).get("draft_gate")
+        tokens = {"tokens": TRIAL if has_gate else 16}
+        worker.call("generate", prompts=prompts[:batch], seed=1, **job | tokens)
     seconds = {name: [] for name in workers}
     counts = {name: np.zeros(3) for name in workers}
     for n in range(args.rounds):

@@ -24,6 +24,8 @@ from early_exits import (
 )
 from scoring import assert_generated, assert_scores, params, prompt, random_ids
 
+from vllm.v1.worker.depth.draft_gate import DROPPED_ROUNDS, TRIAL_ROUNDS
+
 
 @pytest.fixture(scope="session")
 def calibration(tmp_path_factory) -> str:
@@ -98,6 +100,34 @@ def test_schedule_by_batch_size(engine, llama):
     with watched(llm) as drafted:
         generate(llm, [random_ids(9, VOCABULARY, 9)] * 6, params(8))  # all in one step
     assert drafted.counts == []
+
+
+@pytest.mark.parametrize("seconds, best", [((1, 9, 9), 0), ((9, 1, 9), 1), ((9, 9, 1), 2)])
+def test_a_gate_drafts_as_many_as_are_fastest(engine, llama, seconds, best):
+    """By a clock of the test's, after a trial of each number. Tokens stay the model's."""
+    llm = start(engine, options(num_drafts=2, draft_gate=True), max_model_len=512)
+    gate = model_runner(llm).depth_router.gate
+    gate.sizes, gate.round = {}, None
+    chosen, time = [], 0
+
+    def now() -> int:
+        nonlocal time
+        if gate.round is not None:
+            chosen.append(gate.round.num_drafts)
+            time += seconds[gate.round.num_drafts]
+        return time
+
+    gate._now = now
+    ids = random_ids(best, VOCABULARY, 20)
+    with watched(llm) as drafted:
+        (completion,) = generate(llm, [ids], params(260))
+    assert_greedy(llama, ids, completion, 260)
+    trial = 3 * (DROPPED_ROUNDS + TRIAL_ROUNDS)
+    assert [chosen[:trial].count(n) for n in range(3)] == [trial // 3] * 3
+    assert {*chosen[trial:]} == {best} and len(chosen) > trial + 20
+    # What was drafted is what was chosen, but at the end of the sequence.
+    expected = [n for n in chosen if n]
+    assert drafted.counts[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("exit_layer, num_drafts", [(1, 1), (5, 2), (4, 6)])

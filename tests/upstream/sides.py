@@ -21,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "upstream"
+CPU = f"cpu-{platform.machine()}"
+"""What upstream.lock calls the CPU libraries of this machine."""
 STACKS = ("fixes", "scoring", "depth")
 """The folders of patches, in the order in which they apply."""
 
@@ -138,7 +140,7 @@ def _make_release(folder: Path, version: str) -> None:
     _extract_source(packages, lambda name: name.startswith("vllm/"))
     info = packages / f"vllm-{version}.dist-info"
     info.mkdir()
-    with zipfile.ZipFile(_archive(f"cpu-{platform.machine()}")) as binaries:
+    with zipfile.ZipFile(_archive(CPU)) as binaries:
         for name in binaries.namelist():
             if name.endswith(".so") or name == "vllm/_version.py":
                 binaries.extract(name, packages)
@@ -164,7 +166,7 @@ def unpatched() -> Side:
     lock = _lock()
     # Upstream looks for the letters in the version of the package.
     version = f"{lock['upstream']['release']}+cpu"
-    hashes = [lock["archive"][name]["sha256"] for name in ("sdist", "cpu")]
+    hashes = [lock["archive"][name]["sha256"] for name in ("sdist", CPU)]
     key = _digest(*hashes, *LOCKS, str(folder), "1")
     if not _is_made(folder, key):
         _make_release(folder, version)

@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", metavar="WORD", help="only plain ones, and those with a word"
     )
+    parser.add_argument("--no-eager", action="store_true", help="only what is compiled")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -175,6 +176,7 @@ def main() -> None:
         name: options
         for name, options in ways(wide).items()
         if not args.ways or any(word in name for word in ("plain", *args.ways))
+        if not (args.no_eager and options["eager"])
     }
     workers = {name: Worker(__file__, "v1") for name in chosen}
     try:
@@ -202,14 +204,14 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
             seconds[name].append(found["seconds"])
             counts[name] += found["counts"]
     generated = args.rounds * batch * (args.tokens - 1)  # the first one is prefill's
-    rows = []
+    rows, plains = [], [name for name in (PLAIN, PLAIN_EAGER) if name in seconds]
     for name, options in ways.items():
         speculative = options["speculative"]
         drafted, accepted = counts[name][1:]
         rounds = generated - accepted
         ratios = [
             processes.ratio([a / b for a, b in zip(seconds[plain], seconds[name])])
-            for plain in (PLAIN, PLAIN_EAGER)
+            for plain in plains
         ]
         ideal = generated / rounds
         mixed = speculative and {"exit_layer", "prompt_lookup_max"} <= speculative.keys()
@@ -230,7 +232,7 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
         f"drafting-{batch}-{temperature:g}",
         f"Drafting, batch {batch}, {kind}, {args.dtype}",
         ["way", "accepted", "drafts a round", "tokens a round", "ideal",
-         "times plain", "times plain, eager", "tokens a second"],
+         *(f"times {plain}" for plain in plains), "tokens a second"],
         rows,
     )  # fmt: skip
 

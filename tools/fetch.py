@@ -91,8 +91,8 @@ def _download(checkout: Checkout, archive: Archive, pattern: str) -> Path:
     names = sorted(name for name in files if re.fullmatch(pattern, name))
     if not names:
         raise ToolError(
-            f"the package index has no file of {archive.requirement} that is named "
-            f"{pattern}"
+            f"the package index has no file of {archive.requirement} like "
+            f"{archive.file}"
         )
     name = names[-1]
     with checkout.scratch() as folder:
@@ -127,7 +127,8 @@ def discover(checkout: Checkout, release: str, target: Target | None = None) -> 
             path = _download(checkout, wanted, re.escape(wanted.file))
     else:
         project = _PROJECTS[target.device]
-        wanted = Archive(f"{project}=={release}", "", "")
+        like = f"manylinux_2_28_{target.machine}.whl"
+        wanted = Archive(f"{project}=={release}", like, "")
         start = re.escape(f"{project.replace('-', '_')}-{release}")
         platform = _PLATFORM.format(machine=target.machine)
         path = _download(checkout, wanted, start + platform)

@@ -50,6 +50,7 @@ class Engine:
             max_model_len=512,
             max_num_seqs=32,
             kv_cache_memory_bytes=2**28,
+            gpu_memory_utilization=0.2,  # on a GPU, what has to be free at the start
             enable_prefix_caching=False,
             disable_log_stats=False,
             speculative_config=speculative,

@@ -34,6 +34,7 @@ LIMITS = {
     "kernel": 180,
     "scoring": 420,
     "exactness": 300,
+    "speed": 300,
     "memory": 200,
     "routing": 240,
     "drafting": 300,

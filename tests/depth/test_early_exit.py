@@ -9,7 +9,7 @@ import os
 
 import numpy as np
 import pytest
-from depth_routing import POISON, model_runner
+from depth_routing import POISON, model_runner, no_empty_batches
 from early_exits import (
     FAMILIES,
     HIDDEN,
@@ -75,7 +75,7 @@ def test_greedy_tokens_are_the_models(engine, oracle, family, runner):
 
 def test_greedy_tokens_with_probes(llm, kind, llama):
     prompts = random_prompts(12, VOCABULARY, 90, seed=1)
-    with watched(llm) as drafted:
+    with watched(llm) as drafted, no_empty_batches():
         completions = generate(llm, prompts, params(20))
     for ids, completion in zip(prompts, completions):
         assert_greedy(llama, ids, completion, 20)

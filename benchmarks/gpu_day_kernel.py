@@ -64,12 +64,13 @@ def error(read_logits, logits: torch.Tensor, ids: torch.Tensor) -> tuple[float, 
     maximum, log_total, entropy, greater = read_logits(logits, values)
     exact = logits.double()
     logp = exact.log_softmax(1)
-    found = (values - maximum - log_total).double()
+    # Not in float32: a log-probability of -256 has steps of 3e-5.
+    found = values.double() - maximum.double() - log_total.double()
     entropies = torch.special.entr(logp.exp()).sum(1, keepdim=True)
-    off = max(
-        (found - logp.gather(1, ids)).abs().max().item(),
-        (entropy.double() - entropies).abs().max().item(),
-    )
+    off = torch.stack((
+        (found - logp.gather(1, ids)).abs().max(),
+        (entropy.double() - entropies).abs().max(),
+    )).max().item()  # fmt: skip
     # One candidate at a time: all at once would be rows × candidates × vocabulary.
     wrong = sum(
         int(((exact > value[:, None]).sum(1) != count).sum())
@@ -191,7 +192,7 @@ def main() -> None:
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--kernel", type=Path, help="the file with the kernel")
-    # As many float32 rows of the larger vocabulary as one batch of scoring has.
+    # As many rows of the larger vocabulary as 96 MiB of float32 are.
     parser.add_argument("--rows", type=int, default=165 if has_gpu else 4)
     parser.add_argument("--vocabularies", type=int, nargs="+",
                         default=[32_000, 128_256, 151_936] if has_gpu else [17, 9000])  # fmt: skip

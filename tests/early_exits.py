@@ -72,8 +72,12 @@ class Watched:
 def watched(llm) -> Iterator[Watched]:
     """Watches an engine in this process (reaches into its private parts)."""
     early_exit = model_runner(llm).depth_router
-    found, before = Watched(), early_exit.num_resumed
-    draft, look_up = early_exit.draft, early_exit.look_up
+    found = Watched()
+    plan, draft, look_up = early_exit.plan, early_exit.draft, early_exit.look_up
+
+    def watching_plan(step, batch):
+        plan(step, batch)
+        found.resumed += step.forward is not None
 
     def watching(*args):
         drafts = draft(*args)
@@ -85,12 +89,12 @@ def watched(llm) -> Iterator[Watched]:
         found.looked_up += len(drafts)
         return drafts
 
-    early_exit.draft, early_exit.look_up = watching, watching_lookup
+    early_exit.plan, early_exit.draft = watching_plan, watching
+    early_exit.look_up = watching_lookup
     try:
         yield found
     finally:
-        del early_exit.draft, early_exit.look_up
-        found.resumed = early_exit.num_resumed - before
+        del early_exit.plan, early_exit.draft, early_exit.look_up
 
 
 def assert_greedy(oracle, ids: list[int], completion, count: int, pick=None) -> None:

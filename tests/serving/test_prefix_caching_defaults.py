@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs no flag: prefix caching itself, and to be told how much it served."""
+"""What needs no flag: prefix caching itself, to be told how much it served, and a server
+that says little as it ends."""
 
 import logging
 import re
+import signal
 
+import psutil
 import pytest
 import requests
 from live_server import live_server
@@ -45,20 +48,21 @@ def test_the_line_at_start(engine, caplog, options, expected):
 
 @pytest.fixture(scope="module")
 def server(model_folder, tmp_path_factory):
-    """Address and log of a server that is told nothing of prefix caching."""
+    """Address, log and process of a server that is told nothing of prefix caching."""
     options = ["--served-model-name=tiny", "--host=127.0.0.1", "--dtype=float32"]
     options += ["--enforce-eager", "--max-model-len=256", f"--block-size={BLOCK}"]
     options += ["--kv-cache-memory-bytes=67108864"]
     log = tmp_path_factory.mktemp("defaults") / "log"
     info = {"VLLM_LOGGING_LEVEL": "INFO"}
-    with live_server(model_folder("llama"), options, "v1", log, info) as (_, port):
-        yield f"http://127.0.0.1:{port}", log
+    model = model_folder("llama")
+    with live_server(model, options, "v1", log, info, survives=False) as (process, port):
+        yield f"http://127.0.0.1:{port}", log, process
 
 
 def test_a_server_reports_cached_tokens(server):
     """In its log, in `usage`, streamed or not, for all prompts together, and in its
     metrics."""
-    url, log = server
+    url, log, _ = server
     assert log.read_text().count("Prefix caching: on, hits are multiples of 32") == 1
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     ask = dict(model="tiny", max_tokens=1, temperature=0)
@@ -86,3 +90,15 @@ def hits(url: str) -> float:
     text = requests.get(f"{url}/metrics", timeout=60).text
     (value,) = re.findall(r"^vllm:prefix_cache_hits_total{.*} (\S+)$", text, re.M)
     return float(value)
+
+
+def test_ctrl_c_ends_in_four_lines(server):
+    """As a terminal sends it: to the engine too. Three are of the HTTP server's."""
+    _, log, process = server
+    before = len(log.read_text())
+    for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children()):
+        one.send_signal(signal.SIGINT)
+    process.wait(60)
+    lines = log.read_text()[before:].splitlines()
+    assert "[shutdown] API server: shutdown triggered" in lines[0]
+    assert [line.split(":")[0] for line in lines[1:]] == ["INFO"] * 3

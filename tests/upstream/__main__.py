@@ -56,15 +56,19 @@ def selected(text: str, short: bool) -> tuple[list[str], list[str]]:
 def test_files(
     tree: Path, chosen: list[str], left_out: list[str] | None = None
 ) -> list[str]:
-    """The test files of a tree below the chosen paths, each once, sorted."""
-    found = set()
-    for name in chosen:
-        path = tree / name
-        found.update(path.rglob("test_*.py") if path.is_dir() else [path])
-    for name in left_out or ():
-        path = tree / name
-        found -= {file for file in found if file == path or path in file.parents}
-    return sorted(str(file.relative_to(tree)) for file in found if file.exists())
+    """The test files of a tree below the chosen paths, each once, sorted.
+
+    Paths may hold the wildcards of ``Path.glob``.
+    """
+
+    def files(names: list[str]) -> set[Path]:
+        found: set[Path] = set()
+        for path in (path for name in names for path in tree.glob(name)):
+            found.update(path.rglob("test_*.py") if path.is_dir() else [path])
+        return found
+
+    kept = files(chosen) - files(left_out or [])
+    return sorted(str(file.relative_to(tree)) for file in kept)
 
 
 def _run(

@@ -69,6 +69,10 @@ def test_selection_names_what_exists(tmp_path: Path):
     assert command.test_files(tmp_path, *chosen) == ["tests/a/test_1.py"]
     chosen = command.selected(text, short=False)
     assert command.test_files(tmp_path, *chosen) == ["tests/a/test_1.py", "tests/b.py"]
+    assert command.test_files(tmp_path, ["tests/*"], ["tests/a/t*"]) == [
+        "tests/a/c/test_2.py",
+        "tests/b.py",
+    ]
 
 
 def test_selection_gives_reasons():

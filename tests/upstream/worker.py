@@ -129,6 +129,15 @@ def _test(order: dict) -> None:
         os._exit(status)
 
 
+def _shut_down_no_ray() -> None:
+    """Let the clean-up after the tests of LoRA not import Ray, which is not installed."""
+    from vllm import distributed
+
+    clean_up = distributed.cleanup_dist_env_and_memory
+    for module in (distributed, distributed.parallel_state):
+        module.cleanup_dist_env_and_memory = lambda shutdown_ray=False: clean_up()
+
+
 def _size(path: str) -> int:
     return os.stat(path).st_size if os.path.exists(path) else 0
 
@@ -190,6 +199,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import vllm
+
+    _shut_down_no_ray()
     from tests import conftest  # noqa: F401
 
     del sys.modules["tests.conftest"]  # pytest imports its own

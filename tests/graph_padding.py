@@ -48,7 +48,6 @@ def padding(llm) -> Iterator[Dispatched]:
             found.planned[-1] = True
         return run(step, *args)
 
-    v2 = "vllm.v1.worker.gpu.model_runner"
     with patch.object(loop, "run", running):
         if type(runner).__module__.startswith("vllm.v1.worker.cpu."):
             import vllm.v1.worker.gpu.model_runner as module
@@ -59,7 +58,7 @@ def padding(llm) -> Iterator[Dispatched]:
                 descriptor, sync = dispatch(*args, need_eager=need_eager, **kwargs)
                 return padded(descriptor, not need_eager), sync
 
-            with patch(f"{v2}.dispatch_cg_and_sync_dp", of_v2):
+            with patch.object(module, "dispatch_cg_and_sync_dp", of_v2):
                 yield found
         else:
             dispatcher = runner.cudagraph_dispatcher

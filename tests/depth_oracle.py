@@ -23,7 +23,8 @@ class DepthOracle:
     """A causal model in float32 of which each decode token runs a number of layers.
 
     Args:
-        folder: a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or OPT as `save_pretrained` leaves it.
+        folder: a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 or OPT,
+            as `save_pretrained` leaves it.
         propagate: False drops state propagation: a token that has left writes zeros
             as its keys and values. It is there to show what propagation is worth.
         weights: precision that the weights are rounded to; arithmetic is in float32.

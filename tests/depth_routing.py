@@ -27,6 +27,10 @@ POISON = 1e30
 multiplies what lies behind a sequence's end by probability zero, so with NaN a run
 without routing fails as well; with this number it does not."""
 
+CACHES = {"deep_llama": {}, "deep_gemma3": dict(prefix_cache_retention_interval=32)}
+"""Families with one group of KV caches and with three, two of which have a window; and
+options by which a prompt's blocks of these are cached like others."""
+
 Plan = Callable[[int, int], int]  # (number of the request, decode step) -> depth
 
 

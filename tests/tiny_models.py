@@ -60,6 +60,7 @@ _OPT = dict(
     dropout=0.0,
 )
 _DEEP = dict(vocab_size=512, num_hidden_layers=6)
+_WINDOWS = dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=48)
 CONFIGS = {
     # 1000 and 777 are no multiples of 64, vLLM pads both vocabularies.
     "llama": LlamaConfig(vocab_size=1000, num_hidden_layers=3, **_DECODER),
@@ -89,6 +90,13 @@ CONFIGS = {
         **_DEEP,
         **_DECODER,
     ),
+    # Two groups of KV caches with windows and one without.
+    "deep_gemma3": Gemma3TextConfig(
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        **_WINDOWS,
+        **_DEEP,
+        **_DECODER,
+    ),
     "deep_opt": OPTConfig(word_embed_proj_dim=128, **_DEEP, **_OPT),
     # As OPT 350m: norms after the sums, no final one, narrower embeddings.
     "deep_opt_post": OPTConfig(
@@ -106,7 +114,6 @@ _GPT = dict(
     initializer_range=SPREAD,
     **_ENDS,
 )
-_WINDOWS = dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=48)
 OTHERS = {
     # What the logits go through after the head: a scale, a divisor, a soft cap, a bias.
     "cohere": CohereConfig(logit_scale=0.25, **_OTHER),

@@ -9,7 +9,7 @@ import os
 
 import numpy as np
 import pytest
-from depth_routing import POISON, model_runner, no_empty_batches
+from depth_routing import CACHES, POISON, model_runner, no_empty_batches
 from early_exits import (
     FAMILIES,
     HIDDEN,
@@ -156,31 +156,31 @@ def test_up_to_the_longest_sequence(engine, llama):
 # The cache: what drafts leave there is never read
 
 
-@pytest.fixture
-def poisoned(llm):
-    """An idle engine whose cache holds what no model writes."""
-    assert llm.reset_prefix_cache()
-    for cache in model_runner(llm).kv_caches:
-        cache.fill_(POISON)
-    return llm
+@pytest.mark.parametrize("family", CACHES)
+def test_slots_are_written_before_they_are_read(engine, oracle, calibration, family):
+    """In a cache that holds what no model writes."""
+    for others in ({}, dict(calibration=calibration)):
+        llm = start(engine, options(**others), family)
+        assert llm.reset_prefix_cache()
+        for cache in model_runner(llm).kv_caches:
+            cache.fill_(POISON)
+        prompts = random_prompts(10, VOCABULARY, 70, seed=2)
+        for ids, completion in zip(prompts, generate(llm, prompts, params(20))):
+            assert_greedy(oracle(family), ids, completion, 20)
 
 
-def test_slots_are_written_before_they_are_read(poisoned, llama):
-    prompts = random_prompts(10, VOCABULARY, 70, seed=2)
-    for ids, completion in zip(prompts, generate(poisoned, prompts, params(20))):
-        assert_greedy(llama, ids, completion, 20)
-
-
-def test_what_is_cached_is_the_models(llm, llama):
+@pytest.mark.parametrize("family", CACHES)
+def test_what_is_cached_is_the_models(engine, oracle, family):
     """Prompt and answer come again as a prompt: its keys, which drafting and verifying
     wrote, give the scores of the model."""
+    llm = start(engine, options(), family, **CACHES[family])
     assert llm.reset_prefix_cache()
     ids = random_ids(3, VOCABULARY, 20)
     (completion,) = generate(llm, [ids], params(90))
     longer = ids + list(completion.token_ids) + random_ids(4, VOCABULARY, 10)
     (output,) = llm.generate([prompt(longer, longer[-8:])], params(), use_tqdm=False)
     assert output.num_cached_tokens >= 64
-    assert_scores(output.target_logprobs, llama, longer, longer[-8:])
+    assert_scores(output.target_logprobs, oracle(family), longer, longer[-8:])
 
 
 def test_preempted_requests(engine, llama, monkeypatch):
@@ -317,7 +317,7 @@ def test_greedy_and_drawn_tokens_in_one_batch(llm, llama):
 @pytest.mark.parametrize(
     "family, named",
     [
-        ("gemma3_text", "Gemma3ForCausalLM: its layer loop has no max_depth"),
+        ("gemma2", "Gemma2ForCausalLM: its layer loop has no max_depth"),
         ("qwen2_moe", "Qwen2MoeForCausalLM: its layer loop has no max_depth"),
     ],
 )
@@ -326,15 +326,18 @@ def test_other_families_are_refused_by_name(engine, family, named):
         start(engine, options(), family)
 
 
-def test_a_fitted_file_of_a_model_with_experts(runner, engine, model_folder, oracle, tmp_path):
-    """What `utio_calibrate.py` fits to Qwen3-MoE, its engine drafts with."""
+@pytest.mark.parametrize("family", ["deep_qwen3_moe", "deep_gemma3"])
+def test_a_fitted_file_of_other_families(
+    runner, engine, model_folder, oracle, tmp_path, family
+):
+    """What `utio_calibrate.py` fits to experts, or to windows, an engine drafts with."""
     if runner == "v2":
         pytest.skip("the program fits the same file")
     from calibrations import arguments  # where the program is, too
 
     import utio_calibrate
 
-    family, file = "deep_qwen3_moe", tmp_path / "fitted.safetensors"
+    file = tmp_path / "fitted.safetensors"
     argv = arguments(model_folder(family), file, "--tokens", "3000", "--holdout", "0.3")
     utio_calibrate.main(argv)
     llm = start(engine, options(5, 2, calibration=str(file), min_acceptance=0), family)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from depth_routing import (
+    CACHES,
     CUTOFFS,
     NUM_LAYERS,
     TOLERANCE,
@@ -121,11 +122,13 @@ def test_a_prompts_last_token_alone_in_a_step_runs_all_layers(engine, llama):
 # The KV cache
 
 
-def test_no_unwritten_slot_is_read(llm, llama):
+@pytest.mark.parametrize("family", CACHES)
+def test_no_unwritten_slot_is_read(engine, depth_oracle, family):
+    llm = engine(family, **routing())
     poison_cache(llm)
     for seed in range(2):  # the second time in the blocks of the first
         requests = serve(llm, traffic(), random_plan(seed))
-        assert_logits(llama, requests)
+        assert_logits(depth_oracle(family), requests)
 
 
 def test_nothing_of_what_was_in_the_cache_shows(llm):
@@ -141,14 +144,15 @@ def test_nothing_of_what_was_in_the_cache_shows(llm):
         np.testing.assert_array_equal(first.logits, third.logits)
 
 
-def test_full_depth_requests_read_no_key_of_reduced_depth(engine, llama):
+@pytest.mark.parametrize("family", CACHES)
+def test_full_depth_requests_read_no_key_of_reduced_depth(engine, depth_oracle, family):
     """After routed traffic, a full-depth request with its prompt and continuation
     gives the bits of an engine on which nothing was ever routed."""
     routed, fresh = (
-        engine("deep_llama", **routing(max_num_batched_tokens=1024, seed=seed))
+        engine(family, **routing(max_num_batched_tokens=1024, seed=seed, **CACHES[family]))
         for seed in (0, 1)  # two engines
     )
-    plain = engine("deep_llama", **logits_options(max_num_batched_tokens=1024))
+    plain = engine(family, **logits_options(max_num_batched_tokens=1024, **CACHES[family]))
     lengths = [20, 32, 40, 64, 70]
     asked = [request(50 + n, length, 60) for n, length in enumerate(lengths)]
     for llm in (routed, fresh, plain):
@@ -164,7 +168,7 @@ def test_full_depth_requests_read_no_key_of_reduced_depth(engine, llama):
             cached = one.output.num_cached_tokens
             assert cached == len(source.prompt) // BLOCK * BLOCK
             np.testing.assert_array_equal(one.logits, served[2].logits)
-        assert_logits(llama, served, NUM_LAYERS)
+        assert_logits(depth_oracle(family), served, NUM_LAYERS)
 
 
 def test_the_second_of_two_equal_prompts_shares_only_the_prompt(llm, llama):

@@ -32,6 +32,7 @@ FAMILIES = (
     "deep_qwen2",
     "deep_qwen3",
     "deep_qwen3_moe",
+    "deep_gemma3",
     "deep_opt",
 )
 SEGMENTS = len(CUTOFFS)

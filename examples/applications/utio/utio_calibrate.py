@@ -452,7 +452,7 @@ class Exits:
     """A causal model with exits after some of its layers.
 
     Args:
-        model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or OPT of Transformers.
+        model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 or OPT of Transformers.
         cutoffs: numbers of layers, from 1 to one less than the model has.
     """
 
@@ -922,7 +922,9 @@ def write(
     stacked = {name: torch.stack(t).detach().cpu() for name, t in tensors.items()}
     # By these an engine sees whether it has the same model.
     token_ids = torch.linspace(0, config.vocab_size - 1, FINGERPRINT).long()
-    embeddings = model.get_input_embeddings().weight.detach().cpu()[token_ids].float()
+    # As the module returns them: Gemma's are scaled.
+    embedded = model.get_input_embeddings()(token_ids.to(model.device))
+    embeddings = embedded.detach().cpu().float()
     stacked |= {"token_ids": token_ids, "token_embeddings": embeddings}
     data = save(stacked, metadata)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "opt")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "opt")
 RANDOM, TIS, ENTROPY = "random", "tis", "entropy"
 PROBE, AGREEMENT = "probe", "agreement"
 ORACLE, ORACLE_PERPLEXITY, ORACLE_AGREEMENT = (

@@ -74,16 +74,10 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     return failed[0] if failed else min(codes)
 
 
-# What upstream and torch say of each other on every import.
-IMPORT_WARNINGS = (
-    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
-    "ignore:.torch.distributed.reduce_op. is deprecated:FutureWarning",
-)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    for warning in IMPORT_WARNINGS:
-        config.addinivalue_line("filterwarnings", warning)
+    # What upstream and torch say of each other on every import.
+    warning = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+    config.addinivalue_line("filterwarnings", warning)
     config.addinivalue_line(
         "markers",
         "any_runner: needs an engine or a server, but nothing that a runner does, as a "

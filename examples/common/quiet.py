@@ -17,7 +17,6 @@ import warnings
 
 ERROR = "ERROR"
 WARNINGS = (
-    ("`torch.distributed.reduce_op` is deprecated", FutureWarning),
     ("`torch.jit.script_method` is deprecated", DeprecationWarning),
     # Python gives back what a process that was stopped has left: nothing leaks.
     ("resource_tracker", UserWarning),

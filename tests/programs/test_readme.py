@@ -12,7 +12,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_first_program(tmp_path):
-    """Run as the README runs it, it ends in its two lines."""
+    """Run as the README runs it, it says its two lines, and before them shows progress."""
     program, command = (
         re.search(rf"```{language}\n((?:(?!```).)*?(?:{inside}).*?)```", README, re.S)[1]
         for language, inside in (("python", "import vllm|from vllm"), ("bash", "six_lines"))
@@ -30,12 +30,14 @@ def test_the_first_program(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = re.search(
-        r"^perplexity (\d+\.\d)\n(\d+)% of the tokens are what greedy decoding would "
+        r"\Aperplexity (\d+\.\d)\n(\d+)% of the tokens are what greedy decoding would "
         r"choose\n\Z",
         done.stdout,
         re.M,
     )
     assert found, done.stdout
+    others = [line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()]
+    assert all(re.search(r"\d% Completed|\d%\|", line) for line in others), others
     assert float(found[1]) > 1 and 0 <= int(found[2]) <= 100
 
 

@@ -53,7 +53,7 @@ def export(checkout: Checkout, tree: Path | None = None) -> Series:
         )
         _complain(lint(series) + [f"{name}: {said}" for name in lossy])
         _write(checkout, lock, series)
-        docs.write(checkout, docs.pages(built, base))
+        docs.write(checkout, docs.pages(built, base, lock.release))
         if tree is None:
             source.update(checkout, built, contents)
     return series
@@ -74,7 +74,7 @@ def check(checkout: Checkout) -> Series:
         stacks.verify(checkout, lock, stacks.trees(built))
         series = describe(built, base, contents, stacks.trees(built))
         changed = _changed(contents, _formatted(built, base))
-        pages = docs.pages(built, base)
+        pages = docs.pages(built, base, lock.release)
     problems = lint(series)
     problems += [f"{name}: not the bytes that export writes" for name in changed]
     wanted = _files(checkout, lock, series)

@@ -52,6 +52,6 @@ def test_tables_and_charts_hold_the_figures_of_the_benchmarks():
 
 
 def test_links_lead_to_files():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), (page.name, link)

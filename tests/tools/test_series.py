@@ -385,3 +385,20 @@ def test_pages_that_patches_add_are_copied_and_kept_fresh(forked):
 
     series.drop(forked, "explain-it")
     assert [f.name for f in forked.docs.rglob("*.md")] == ["by_hand.md"]
+
+
+def test_links_of_pages_lead_to_upstreams_where_there_is_no_copy(forked):
+    page = (
+        b"[own](../faster.md#how) [theirs](slow.md) [above](../engine.md#a) "
+        b"[web](https://example.org/x.md) [here](#fast)\n"
+    )
+    pages = {"docs/features/fast/fast.md": page, "docs/features/faster.md": b"# F\n"}
+    commit(forked, DEPTH, MESSAGE.format(what="Explain it"), pages)
+    export(forked)
+    found = (forked.docs / "features" / "fast" / "fast.md").read_text().splitlines()[-1]
+    release = f"https://github.com/vllm-project/vllm/blob/v{RELEASE}/docs/"
+    assert found == (
+        f"[own](../faster.md#how) [theirs]({release}features/fast/slow.md) "
+        f"[above]({release}features/engine.md#a) [web](https://example.org/x.md) "
+        "[here](#fast)"
+    )

@@ -29,7 +29,8 @@ Triton is told not to round products to TF32. The reference model in bfloat16 is
 in Hugging Face (`equality_table.py`)."""
 AT_ONCE = {"cpu": 1, "cuda": 4}
 """Engines that check results side by side. Where time is measured, one runs."""
-GENERATED = 12
+GENERATED = {"cpu": 4, "cuda": 12}
+"""Tokens of a request. In Triton's interpreter a step of V2 takes seconds."""
 
 
 class Engine(peak_memory.Engine):
@@ -59,7 +60,9 @@ class Engine(peak_memory.Engine):
             "graphs": str(config.compilation_config.cudagraph_mode).split(".")[-1],
         }
 
-    def score(self, prompts: list[list[int]], top: list[list[list[int]]]) -> list[dict]:
+    def score(
+        self, prompts: list[list[int]], top: list[list[list[int]]], generated: int
+    ) -> list[dict]:
         """Scores candidates at every position of each prompt, beside generation."""
         from vllm import SamplingParams, TokensPrompt
 
@@ -69,7 +72,7 @@ class Engine(peak_memory.Engine):
         ]
         params = [
             SamplingParams(
-                max_tokens=GENERATED, temperature=0, ignore_eos=True, target_generated={}
+                max_tokens=generated, temperature=0, ignore_eos=True, target_generated={}
             )
             if n % 2
             else SamplingParams(max_tokens=0)
@@ -87,11 +90,13 @@ class Engine(peak_memory.Engine):
             for output in outputs
         ]
 
-    def decode(self, prompts: list[list[int]], depths: list[int | None]) -> list[dict]:
+    def decode(
+        self, prompts: list[list[int]], depths: list[int | None], generated: int
+    ) -> list[dict]:
         """Greedy tokens and their log-probabilities, each prompt to its depth."""
         from vllm import SamplingParams, TokensPrompt
 
-        common = dict(max_tokens=GENERATED, temperature=0, ignore_eos=True, logprobs=0)
+        common = dict(max_tokens=generated, temperature=0, ignore_eos=True, logprobs=0)
         params = [
             SamplingParams(**common | ({"max_depth": depth} if depth else {}))
             for depth in depths
@@ -305,8 +310,9 @@ def scoring(device: str) -> dict:
         )
         with worker(device, runner) as engine:
             taken = engine.call("open", **options)
-            whole = engine.call("score", prompts=prompts, top=targets)
-            return taken, whole + engine.call("score", prompts=prompts, top=ends)
+            common = dict(prompts=prompts, generated=GENERATED[device])
+            whole = engine.call("score", top=targets, **common)
+            return taken, whole + engine.call("score", top=ends, **common)
 
     rows, problems, taken = [], [], {}
     for case, (taken, found) in side_by_side(device, measure, cases, problems):
@@ -395,7 +401,9 @@ def exactness(device: str) -> dict:
         with worker(device, runner) as engine:
             options = ways[way] | dict(dtype=dtype, enforce_eager=not graphs)
             taken = engine.call("open", **options)
-            return taken, engine.call("decode", prompts=prompts, depths=mine)
+            return taken, engine.call(
+                "decode", prompts=prompts, depths=mine, generated=GENERATED[device]
+            )
 
     rows, problems, taken = [], [], {}
     for case, (taken, found) in side_by_side(device, measure, cases, problems):
@@ -421,9 +429,9 @@ def exactness(device: str) -> dict:
 
 def depth_error(oracle, ids: list[int], depth: int, found: dict) -> float:
     """Nats that a request's log-probabilities are off by, of all tokens at one depth."""
-    logits = oracle.logits(ids, found["tokens"], [depth] * GENERATED)
+    logits = oracle.logits(ids, found["tokens"], [depth] * len(found["tokens"]))
     logp = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-    named = logp[np.arange(GENERATED), found["tokens"]]
+    named = logp[np.arange(len(logp)), found["tokens"]]
     return np.abs(named - found["logprobs"]).max()
 
 

@@ -108,7 +108,7 @@ def build_requests(case: str, questions: int) -> list:
     """The log-likelihood requests that lm-eval makes of a task."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(EXAMPLE / "tasks"))
+    manager = TaskManager(include_path=str(EXAMPLE / "tasks"), include_defaults=False)
     task = manager.load([CASES[case]])["tasks"][CASES[case]]
     task.build_all_requests(limit=questions, rank=0, world_size=1)
     requests = task.instances

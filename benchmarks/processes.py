@@ -52,6 +52,8 @@ class Worker:
         paths = [upstream_folder()] if upstream else []
         self.runner, self.upstream = runner, upstream
         environment = runners.environment(runner, paths)
+        if upstream:  # or each would throw out what the other has kept of a model's class
+            environment["VLLM_CACHE_ROOT"] = str(BUILD / "upstream" / "cache")
         environment |= environ
         self.log = tempfile.TemporaryFile("w+")
         self.connection, theirs = Pipe()

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from compiling import compiling
 from depth_routing import (
     CACHES,
     CUTOFFS,
@@ -377,9 +378,11 @@ def test_bfloat16(engine, depth_oracle):
     assert error(routed, full_depth) > 5 * noise  # wrong depths would show
 
 
-def test_without_eager_depths_are_not_ignored(engine, llama):
+def test_without_eager_depths_are_not_ignored(engine, llama, tmp_path):
     """As a graph that was traced without them would."""
-    llm = engine("deep_llama", **routing(enforce_eager=False))
+    with compiling(tmp_path, "eager"):
+        options = dict(enforce_eager=False, max_num_batched_tokens=62)  # no other's
+        llm = engine("deep_llama", **routing(**options))
     requests = serve(llm, traffic(), random_plan(15))
     assert_logits(llama, requests)
 

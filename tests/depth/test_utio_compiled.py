@@ -227,7 +227,9 @@ def test_as_users_compile_it(compiled, depth_oracle):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")
-def test_norms_that_are_last_in_a_segment(compiled, depth_oracle):
+def test_norms_that_are_last_in_a_segment(compiled, depth_oracle, runner):
     """Their weights ask for gradients, which a trace must not know."""
+    if runner == "v2":
+        pytest.skip("both runners trace the same code of a model")
     llm = compiled("deep_opt_post", backend="inductor")
     assert_right(llm, depth_oracle("deep_opt_post"), traffic(220, "deep_opt_post"), 12)

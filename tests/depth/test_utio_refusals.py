@@ -17,11 +17,11 @@ from conftest import engine_options
 from depth_routing import CUTOFFS, NUM_LAYERS
 from safetensors.torch import load_file, save_file
 from depth_cutoffs import ABOUT, save_probes
+from release import PRELUDE
 from tiny_models import CONFIGS, make_tokenizer
 from transformers import (
     FalconH1Config,
     GPT2Config,
-    LlamaConfig,
     MambaConfig,
     Phi3Config,
     WhisperConfig,
@@ -53,12 +53,6 @@ STARTED_MODELS = {
     "GPT2LMHeadModel": GPT2Config(vocab_size=512, n_embd=128, n_layer=4, n_head=4),
     # To vLLM a subclass of Llama, whose layers may be of any kind.
     "Phi3ForCausalLM": Phi3Config(**SMALL),
-    # Two kinds of attention have two groups of KV caches.
-    "LlamaForCausalLM": LlamaConfig(
-        sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        **SMALL,
-    ),
 }
 POLICIES = [
     "nowhere.Policy",
@@ -184,7 +178,7 @@ def test_a_model_is_refused(tmp_path, architecture):
         configure(folder, enable_utio=True)
 
 
-PROGRAM = """
+PROGRAM = PRELUDE + """
 import json, sys
 from vllm import LLM
 

@@ -79,7 +79,9 @@ def samples():
         if id(model) not in answers:
             from lm_eval.tasks import TaskManager
 
-            tasks = TaskManager(include_path=str(EXAMPLE / "tasks"))
+            tasks = TaskManager(
+                include_path=str(EXAMPLE / "tasks"), include_defaults=False
+            )
             answers[id(model)] = {
                 task: lm_eval.simple_evaluate(
                     model=model,

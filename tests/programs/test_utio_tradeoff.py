@@ -478,5 +478,5 @@ def test_errors_name_the_option(model_folder, capsys, options, message):
 
     given = ["--model", str(model_folder("deep_llama")), "--text", str(TEXTS[0])]
     with pytest.raises(SystemExit) as error:
-        utio_tradeoff.main([*given, *options])
+        utio_tradeoff.main([*given, "--enforce-eager", *options])
     assert message in f"{error.value} {capsys.readouterr().err}"

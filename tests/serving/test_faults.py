@@ -83,6 +83,9 @@ def test_a_killed_process_is_heard_of_at_once(runner, model_folder, tmp_path, pa
             assert psutil.wait_procs([victim], AT_ONCE)[0]
             heard = [answer.result() for answer in answers]
             assert time.monotonic() - killed < AT_ONCE
-        assert {*heard} <= {500, 503, ENDED}, heard
+        for body, said in zip(asked, heard):
+            # What was scored before may be on its way to its client.
+            answered = {200} if "target_token_ids" in body else set()
+            assert said in {500, 503, ENDED} | answered, heard
         process.wait(AT_ONCE)
         assert not psutil.wait_procs(family, AT_ONCE)[1]

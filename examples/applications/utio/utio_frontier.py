@@ -27,7 +27,7 @@ class Point:
 
     way: str
     exits: tuple[int, ...]  # after how many layers
-    leaving: tuple[float, ...]  # share of the tokens at each
+    leaving: tuple[float, ...]  # share of the tokens at each; of drafting, how many
     mean_depth: float  # share of all layers
     perplexity: float
     rise: float  # of the perplexity, relative
@@ -133,6 +133,8 @@ def named(point: Point) -> str:
 
 
 def _percents(point: Point) -> str:
+    if point.way == DRAFTING:
+        return f"{point.leaving[0]:g} drafts"
     return ", ".join(f"{share:.0%}" for share in point.leaving)
 
 

@@ -5,7 +5,8 @@
     python benchmarks/gpu_day.py --parts kernel               # torch and triton alone
     .venv/bin/python benchmarks/gpu_day.py --device cpu       # a dry run, tiny models
 
-Each part is a process of its own with a limit of time. What has ended is kept in
+Each part is a process of its own with a limit of time; in a dry run one process does what
+needs the wheel, since the imports of many would be most of the time. What has ended is kept in
 `journal.jsonl` of the output folder; the next call of the same command skips the parts
 that went well and runs the others. `report.md` and `report.json` are there after each
 part: attach both to an issue, good or bad.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -65,11 +67,19 @@ def machine(device: str) -> dict[str, str]:
     return {"device": device, "name": name, "python": platform.python_version()} | versions
 
 
-def command(part: str, device: str, result: Path) -> tuple[list[str], dict[str, str]]:
-    """How a part is run."""
+def processes_of(parts: list[str], device: str) -> list[list[str]]:
+    """The parts that each process runs."""
+    if device == "cuda":
+        return [[part] for part in parts]
+    return [g for g in ([p for p in parts if p == "kernel"],
+                        [p for p in parts if p != "kernel"]) if g]  # fmt: skip
+
+
+def command(parts: list[str], device: str, out: Path) -> tuple[list[str], dict[str, str]]:
+    """How a process is run, which writes `PART.json` for each of its parts."""
     environment = dict(os.environ)
-    options = [f"--device={device}", f"--json={result}"]
-    if part == "kernel":
+    if parts == ["kernel"]:
+        options = [f"--device={device}", f"--json={out / 'kernel.json'}"]
         if device == "cpu":
             environment = runners.environment("v2")  # with Triton's interpreter
             options += ["--rows=3", "--vocabularies", "17", "3000"]
@@ -78,16 +88,19 @@ def command(part: str, device: str, result: Path) -> tuple[list[str], dict[str, 
                     "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
                     # Otherwise Triton rounds products of float32 to TF32.
                     "TRITON_F32_DEFAULT": "ieee"}  # fmt: skip
-    return [sys.executable, str(HERE / "gpu_day_parts.py"), part, *options], environment
+    options = [*parts, f"--device={device}", f"--out={out}"]
+    return [sys.executable, str(HERE / "gpu_day_parts.py"), *options], environment
 
 
-def run(part: str, device: str) -> dict:
-    """Runs a part; its record: status, seconds, tables and problems."""
-    limit, begin = LIMITS[part] * SLOWER[device], time.monotonic()
-    record = {"part": part, "tables": [], "problems": []}
+def run(parts: list[str], device: str) -> Iterator[dict]:
+    """Runs the parts of a process; their records: status, seconds, tables and problems.
+
+    After a part that ended the process there are no others.
+    """
+    limit = sum(LIMITS[part] for part in parts) * SLOWER[device]
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        argv, environment = command(part, device, result)
+        argv, environment = command(parts, device, Path(folder))
         log = Path(folder) / "log"
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -100,13 +113,20 @@ def run(part: str, device: str) -> dict:
                 status = f"took more than {limit} s"
             finally:
                 end_group(process)
-        if result.exists():
-            record |= json.loads(result.read_text())
-        elif not record["problems"]:
-            tail = log.read_text(errors="replace")[-3000:]
-            record["problems"] = [f"exit status {status}" if status else "no result", tail]
-    record["status"] = "failed" if status or record["problems"] else "passed"
-    return record | {"seconds": round(time.monotonic() - begin, 1)}
+        whole = round(time.monotonic() - begin, 1)
+        for part in parts:
+            record = {"part": part, "tables": [], "problems": [], "seconds": whole}
+            result = Path(folder) / f"{part}.json"
+            if result.exists():
+                record |= json.loads(result.read_text())
+            else:
+                tail = log.read_text(errors="replace")[-3000:]
+                record["problems"] = [f"exit status {status}" if status else "no result", tail]
+            ended_by = status if part == parts[-1] else 0
+            record["status"] = "failed" if ended_by or record["problems"] else "passed"
+            yield record
+            if not result.exists():
+                return
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -178,14 +198,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_day")
     args = parser.parse_args()
     journal = Journal(args.out, machine(args.device))
-    for part in args.parts:
-        if journal.passed(part):
-            print(f"{part}: passed before", flush=True)
-            continue
-        print(f"{part}: runs", flush=True)
-        record = run(part, args.device)
-        journal.add(record)
-        print(f"{part}: {record['status']}, {record['seconds']} s", flush=True)
+    for part in filter(journal.passed, args.parts):
+        print(f"{part}: passed before", flush=True)
+    left = [part for part in args.parts if not journal.passed(part)]
+    for parts in processes_of(left, args.device):
+        print(f"{', '.join(parts)}: runs", flush=True)
+        for record in run(parts, args.device):
+            journal.add(record)
+            print(f"{record['part']}: {record['status']}, {record['seconds']} s", flush=True)
         (args.out / "report.md").write_text(report(journal, [*LIMITS]))
         found = {"machine": journal.about, "parts": [*journal.records.values()]}
         (args.out / "report.json").write_text(json.dumps(found, indent=2) + "\n")

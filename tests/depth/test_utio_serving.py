@@ -6,32 +6,20 @@ import re
 import pytest
 import requests
 from depth_routing import CUTOFFS
-from live_server import live_server
-from scoring_server import OPTIONS, Server
+from scoring_server import OPTIONS
 from tiny_models import make_tokenizer
 
+pytestmark = pytest.mark.any_runner  # what is asked for is read in front of them
 MODEL = OPTIONS["served-model-name"]
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 SAMPLING = dict(max_tokens=6, temperature=0, ignore_eos=True)
-FLAGS = [
-    "--enforce-eager",
-    "--enable-utio",
-    "--utio-bucket-cutoffs=2,4",
-    "--utio-min-batch-size=1000",
-]
 
 
-@pytest.fixture(scope="module")
-def server(model_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("serve")
-    template = folder / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    options += [*FLAGS, f"--chat-template={template}"]
-    model = model_folder("deep_llama")
-    with live_server(model, options, "v1", folder / "log") as started:
-        yield Server(*started)
+@pytest.fixture
+def server(routing_server):
+    """Of few sequences it routes none, other than to the depth that they ask for."""
+    return routing_server
 
 
 def body(path: str, **fields) -> dict:

@@ -20,17 +20,14 @@ from collections import Counter
 
 import httpx
 import psutil
-import pytest
 import requests
 import waiting
 from depth_routing import CUTOFFS, NUM_LAYERS
-from live_server import live_server
 from scoring_server import OPTIONS
 from tiny_models import CONFIGS
 
 SECONDS = float(os.environ.get("UTIO_SOAK_SECONDS", "20"))
-COMPILED = os.environ.get("UTIO_SOAK_COMPILED") == "1"
-AT_ONCE = 24
+AT_ONCE = 24  # twice as many as the server runs
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
 LEAK = 48 * 2**20
 """Bytes that the server may grow by in the second half, which is noise of its heap."""
@@ -47,25 +44,9 @@ BAD = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(runner, model_folder, tmp_path_factory):
-    options = [f"--{name}={value}" for name, value in OPTIONS.items()] + [
-        *([] if COMPILED else ["--enforce-eager"]),
-        "--enable-utio",
-        "--utio-bucket-cutoffs=2,4",
-        "--utio-min-batch-size=4",
-        "--utio-audit-fraction=0.05",
-        "--no-utio-gate",
-        f"--max-num-seqs={AT_ONCE // 2}",
-    ]
-    log = tmp_path_factory.mktemp("soak") / "log"
-    with live_server(model_folder("deep_llama"), options, runner, log) as started:
-        yield started
-
-
 class Soak:
-    def __init__(self, port: int):
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, url: str):
+        self.url = url
         self.random = random.Random(0)
         self.done = Counter()
 
@@ -169,9 +150,9 @@ def resident(process) -> int:
     return sum(p.memory_info().rss for p in [tree, *tree.children(recursive=True)])
 
 
-def test_soak(server):
-    process, port = server
-    soak = Soak(port)
+def test_soak(routing_server):
+    process = routing_server.process
+    soak = Soak(routing_server.url)
     before = soak.metrics()
     soak.run(SECONDS / 2)
     half = resident(process)

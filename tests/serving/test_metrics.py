@@ -9,30 +9,20 @@ from pathlib import Path
 
 import pytest
 import requests
-from live_server import live_server
 from prometheus_client.parser import text_string_to_metric_families
 from scoring import random_ids
-from scoring_server import OPTIONS, REQUEST_SECONDS, Server
+from scoring_server import REQUEST_SECONDS, Server
 from tiny_models import CONFIGS
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "scoring_and_depth.json"
-FLAGS = [
-    "--enforce-eager",
-    "--enable-utio",
-    "--utio-bucket-cutoffs=2,4",
-    "--utio-min-batch-size=1",
-]
 DEEP_VOCABULARY = CONFIGS["deep_llama"].vocab_size
 LONG = random_ids(1, DEEP_VOCABULARY, 150)
 SHORT = random_ids(2, DEEP_VOCABULARY, 12)
 
 
-@pytest.fixture(scope="module")
-def server(runner, model_folder, tmp_path_factory):
-    options = [f"--{name}={value}" for name, value in OPTIONS.items()] + FLAGS
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with live_server(model_folder("deep_llama"), options, runner, log) as started:
-        yield Server(*started)
+@pytest.fixture
+def server(routing_server):
+    return routing_server
 
 
 def samples(server: Server) -> dict[str, list]:

@@ -184,6 +184,7 @@ class _ChatChoice(msgspec.Struct):
     index: int = 0
     logprobs: _ChatLogprobs | None = None
     token_ids: list[int] | None = None
+    generated_logprobs: _Targets | None = None
 
 
 class _Chat(msgspec.Struct):
@@ -233,6 +234,7 @@ def read_chat(content: bytes, count: int) -> Answer:
             answer.prompt_token_ids,
             choice.token_ids,
             _read_chat_top(choice.logprobs),
+            generated=_read_generated(choice),
         )
         for choice in _in_order(answer.choices, count)
     ]
@@ -253,6 +255,11 @@ def _answer(choices: list[Choice], usage: _Usage | None) -> Answer:
     )
 
 
+def _read_generated(choice: _Choice | _ChatChoice) -> Scores | None:
+    scores = choice.generated_logprobs
+    return None if scores is None else read_scores(scores)
+
+
 def _read_choice(choice: _Choice) -> Choice:
     top = choice.logprobs and choice.logprobs.top_logprobs
     found = Choice(
@@ -261,9 +268,8 @@ def _read_choice(choice: _Choice) -> Choice:
         choice.prompt_token_ids,
         choice.token_ids,
         [entry or {} for entry in top] if top else None,
+        generated=_read_generated(choice),
     )
-    if choice.generated_logprobs is not None:
-        found.generated = read_scores(choice.generated_logprobs)
     targets = choice.target_logprobs
     if targets is not None:
         found.scores = scores = read_scores(targets)

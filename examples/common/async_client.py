@@ -262,22 +262,28 @@ class AsyncClient:
                 "this project's vLLM",
                 url=self.url,
             )
+        self._check_generated(body, answer)
+        return answer
+
+    def _check_generated(self, body: dict, answer: Answer) -> None:
         if body.get("target_generated") is not None and any(
             choice.generated is None for choice in answer.choices
         ):
             raise ClientError("the server knows no target_generated", url=self.url)
-        return answer
 
     async def chat(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Answer:
         """Answers a conversation.
 
         Args:
             messages: each with `role` and `content`.
-            fields: any of `/v1/chat/completions`.
+            fields: any of `/v1/chat/completions`; `target_generated` fills
+                `Choice.generated`.
         """
         body = {"messages": messages, **fields}
         read = partial(answers.read_chat, count=fields.get("n", 1))
-        return await self._post(self._api + "/chat/completions", body, read)
+        answer = await self._post(self._api + "/chat/completions", body, read)
+        self._check_generated(body, answer)
+        return answer
 
     # HTTP
 

@@ -76,6 +76,8 @@ def test_a_server_that_knows_no_target_generated(server, client):
     with pytest.raises(ClientError, match="knows no target_generated"):
         client.complete(["ab"], max_tokens=1, target_generated={})
     assert server.bodies[-1]["target_generated"] == {}
+    with pytest.raises(ClientError, match="knows no target_generated"):
+        client.chat([{"role": "user", "content": "ab"}], max_tokens=1, target_generated={})
 
 
 def test_nothing_to_score_is_refused(server, client):

@@ -116,6 +116,7 @@ class Crowd:
                  target_top_k=20, target_logprobs_encoding="npy"),
             dict(max_tokens=0, continuations=[[7, 8, 9], [5], [6] * 20]),
             dict(max_tokens=20, target_generated={"token_ids": [5, 6], "top_k": 3}),
+            dict(max_tokens=50, n=2, target_generated={"top_k": 20}, stream=True),
         ]  # fmt: skip
         return dict(model=MODEL, prompt=prompt) | draw.choice(kinds)
 

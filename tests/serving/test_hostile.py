@@ -52,6 +52,10 @@ GOOD = {
     ),
     "generated": (COMPLETIONS, TEXTS | {"max_tokens": 2, "target_generated": {"top_k": 1}}),
     "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 0, "score_messages": "last"}),
+    "generated chat": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 2, "target_generated": {"token_ids": [5]}},
+    ),
     "chat prompt_logprobs": (
         CHAT,
         {"messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 2},
@@ -119,8 +123,13 @@ FAULTS = {
     },
     "generated": {
         "target_generated": BAD_GENERATED,
-        "stream": [True],
-        "max_tokens": [0],
+        "use_beam_search": [True],
+        "encoding": BAD_ENCODINGS,
+    },
+    "generated chat": {
+        "target_generated": BAD_GENERATED,
+        "use_beam_search": [True],
+        "include_reasoning": [False],
         "encoding": BAD_ENCODINGS,
     },
     "chat": {

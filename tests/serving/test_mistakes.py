@@ -60,6 +60,8 @@ MISSPELT = [
     (completion, "encodings", "npy", "encoding"),
     (generate, "target_tokens_ids", [6, 7], "target_token_ids"),
     (generate, "target_topk", 2, "target_top_k"),
+    (completion, "target_generate", {}, "target_generated"),
+    (chat, "target_generate", {}, "target_generated"),
     (chat, "score_message", "last", "score_messages"),
     (chat, "target_topk", 2, "target_top_k"),
 ]

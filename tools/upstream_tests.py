@@ -154,12 +154,14 @@ def _run(
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     # Two patches can change a file within the second that bytecode is dated by.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    backend = str(checkout.root / "tests" / "v2_on_cpu")
-    paths = {"PYTHONPATH": path} if path else {}
-    interpreter = {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (backend, path))),
-    }
+    ours = checkout.root / "tests"
+
+    def first(*folders: Path) -> dict[str, str]:
+        return {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (*folders, path))))}
+
+    faster = ours / "fewer_collections"
+    paths = first(faster)
+    interpreter = {"TRITON_INTERPRET": "1"} | first(faster, ours / "v2_on_cpu")
     kernels = [file for file in files if file in INTERPRETED]
     others = [file for file in files if file not in INTERPRETED]
     codes = [

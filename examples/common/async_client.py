@@ -266,7 +266,8 @@ class AsyncClient:
         return answer
 
     def _check_generated(self, body: dict, answer: Answer) -> None:
-        if body.get("target_generated") is not None and any(
+        # One that was aborted before its first token has none.
+        if body.get("target_generated") is not None and all(
             choice.generated is None for choice in answer.choices
         ):
             raise ClientError("the server knows no target_generated", url=self.url)

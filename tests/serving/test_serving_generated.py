@@ -144,7 +144,7 @@ def test_streams(server, llama, asked, encoding):
     choices = stream(server, **body)
     for choice, other in zip(choices, server.ask(**body)["choices"], strict=True):
         assert_same(choice, other)
-        assert choice["text"] == other["text"] and len(choice["chunks"]) > 1
+        assert choice["text"] == other["text"]
     for ids, choice in zip((SHORT, SHORT, LONG, LONG), choices, strict=True):
         assert_choice_generated(choice, llama, ids, asked)
     sampling = SAMPLED | {"target_generated": asked}
@@ -204,7 +204,8 @@ def test_large_chunks(server, path, encoding):
     body |= {"messages": MESSAGES, "prompt": SHORT}
     answer = server.ask(path, **body)
     for choice, other in zip(stream(server, path, **body), answer["choices"], strict=True):
-        assert len(choice["token_ids"]) == 220
+        # Tokens that are there before the last were sent go in one chunk.
+        assert len(choice["token_ids"]) == 220 and len(choice["chunks"]) > 1
         assert_same(choice, other)
 
 

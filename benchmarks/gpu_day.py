@@ -6,10 +6,10 @@
     .venv/bin/python benchmarks/gpu_day.py --device cpu       # a dry run, tiny models
 
 Each part is a process of its own with a limit of time; in a dry run one process does what
-needs the wheel, since the imports of many would be most of the time. What has ended is kept in
-`journal.jsonl` of the output folder; the next call of the same command skips the parts
-that went well and runs the others. `report.md` and `report.json` are there after each
-part: attach both to an issue, good or bad.
+needs the wheel, since the imports of many would be most of the time. When a process ends,
+what its parts found is kept in `journal.jsonl` of the output folder; the next call of the
+same command skips the parts that went well and runs the others. `report.md` and
+`report.json` are there after each process: attach both to an issue, good or bad.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting by early exits against plain decoding and n-gram lookup.
+"""Drafting by early exits against plain decoding, n-gram lookup and routing.
 
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 \\
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 9 \\
         --tokens 80000 --output FILE
     taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
 
@@ -11,8 +11,8 @@ stays the same). FILE is what the first command fitted to it.
 Each way is an engine in a process of its own, compiled where its name does not say eager.
 They answer the same prompts, of held-out source files, by turns; a ratio is one turn's
 tokens a second by those of a plain engine in the same round. Prefill is part of a turn, and
-short. The gate's trial comes before; its later looks at other numbers of drafts are part of a
-turn.
+short. A gate's trial comes before; its later looks at other ways are part of a turn. Routing
+lets all tokens leave after 9 of 12 layers, so it costs quality, unlike all others.
 
 *tokens a round* are the tokens that a request gets from a pass through all layers;
 *ideal* is what that would gain if a pass and a draft cost what the weights say that they
@@ -40,7 +40,9 @@ PLAIN, PLAIN_EAGER = "plain", "plain, eager"
 class Engine:
     """In the worker."""
 
-    def start(self, model: str, dtype: str, eager: bool, speculative: dict | None) -> None:
+    def start(
+        self, model: str, dtype: str, eager: bool, speculative: dict | None, routing: dict
+    ) -> None:
         from vllm import LLM
 
         self.llm = LLM(
@@ -54,13 +56,14 @@ class Engine:
             enable_prefix_caching=False,
             disable_log_stats=False,
             speculative_config=speculative,
+            **routing,
         )
 
     def generate(
         self, prompts: list[list[int]], tokens: int, temperature: float, seed: int
     ) -> dict:
-        """Seconds of one call, and what was drafted in it: requests' rounds with
-        drafts, drafts, and those that were accepted."""
+        """Seconds of one call, and what was done in it: requests' rounds with drafts,
+        drafts, those that were accepted, routed steps."""
         from vllm import SamplingParams, TokensPrompt
 
         params = [
@@ -81,6 +84,7 @@ class Engine:
         values = {metric.name: metric for metric in self.llm.get_metrics()}
         names = ("drafts", "draft_tokens", "accepted_tokens")
         keys = [f"vllm:spec_decode_num_{name}" for name in names]
+        keys.append("vllm:utio_routed_steps")
         return np.array([values[key].value if key in values else 0 for key in keys])
 
 
@@ -93,6 +97,11 @@ def ways(calibration: Path) -> dict[str, dict]:
             calibration=str(calibration), min_acceptance=least, **others,
         )  # fmt: skip
 
+    routed = dict(
+        enable_utio=True, utio_bucket_cutoffs=[9], utio_bucket_shares=[1.0, 0.0],
+        utio_calibration=str(calibration), utio_min_batch_size=1,
+    )  # fmt: skip
+    gated = early_exit(2, 2, 0, draft_gate=True)
     window = dict(prompt_lookup_max=4, prompt_lookup_min=2)
     ngram = dict(method="ngram", num_speculative_tokens=3, **window)
     compiled, eager = dict(eager=False), dict(eager=True)
@@ -105,8 +114,10 @@ def ways(calibration: Path) -> dict[str, dict]:
         ),
         "exit after 1, k = 1": dict(speculative=early_exit(1, 1, 0), **compiled),
         "exit after 2, k = 2": dict(speculative=early_exit(2, 2, 0), **compiled),
-        "exit after 2, k ≤ 2, gate": dict(
-            speculative=early_exit(2, 2, 0, draft_gate=True), **compiled
+        "exit after 2, k ≤ 2, gate": dict(speculative=gated, **compiled),
+        "routing, gate": dict(speculative=None, routing=routed, **compiled),
+        "exit after 2, k ≤ 2, or routing, gate": dict(
+            speculative=gated, routing=routed, **compiled
         ),
         "n-gram, else exit after 1, k ≤ 3, chance ≥ 0.15": dict(
             speculative=early_exit(1, 3, 0.15, **window), **compiled
@@ -182,6 +193,7 @@ def main() -> None:
     workers = {name: Worker(__file__, "v1") for name in chosen}
     try:
         for name, options in chosen.items():
+            options = {"routing": {}} | options
             workers[name].call("start", model=str(model), dtype=args.dtype, **options)
         for batch, temperature in cases:
             compare(args, workers, chosen, prompts, batch, temperature)
@@ -193,11 +205,10 @@ def main() -> None:
 def compare(args, workers, ways, prompts, batch: int, temperature: float) -> None:
     job = dict(tokens=args.tokens, temperature=temperature)
     for name, worker in workers.items():  # what the first call alone does
-        has_gate = (ways[name]["speculative"] or {}).get("draft_gate")
-        tokens = {"tokens": TRIAL if has_gate else 16}
+        tokens = {"tokens": TRIAL if name.endswith("gate") else 16}
         worker.call("generate", prompts=prompts[:batch], seed=1, **job | tokens)
     seconds = {name: [] for name in workers}
-    counts = {name: np.zeros(3) for name in workers}
+    counts = {name: np.zeros(4) for name in workers}
     for n in range(args.rounds):
         mine = [prompts[(n * batch + i) % len(prompts)] for i in range(batch)]
         for name, worker in workers.items():
@@ -208,7 +219,7 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
     rows, plains = [], [name for name in (PLAIN, PLAIN_EAGER) if name in seconds]
     for name, options in ways.items():
         speculative = options["speculative"]
-        drafted, accepted = counts[name][1:]
+        _, drafted, accepted, routed = counts[name]
         rounds = generated - accepted
         ratios = [
             processes.ratio([a / b for a, b in zip(seconds[plain], seconds[name])])
@@ -225,6 +236,7 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
             f"{drafted / rounds:.2f}" if drafted else "",
             f"{generated / rounds:.2f}",
             "" if mixed else f"{ideal:.2f}",  # which drafts were free is not known
+            f"{routed / (args.rounds * (args.tokens - 1)):.2f}" if options.get("routing") else "",
             *ratios,
             f"{rate:.1f}",
         ])  # fmt: skip
@@ -232,7 +244,7 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
     processes.show(
         f"drafting-{batch}-{temperature:g}",
         f"Drafting, batch {batch}, {kind}, {args.dtype}",
-        ["way", "accepted", "drafts a round", "tokens a round", "ideal",
+        ["way", "accepted", "drafts a round", "tokens a round", "ideal", "steps routed",
          *(f"times {plain}" for plain in plains), "tokens a second"],
         rows,
     )  # fmt: skip

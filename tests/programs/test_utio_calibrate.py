@@ -2,6 +2,7 @@
 """`examples/applications/utio/utio_calibrate.py` against the same figures taken the plain way."""
 
 import math
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -415,17 +416,33 @@ def test_one_exit_for_all_beside_routing_that_runs_as_many_layers(fitted):
 
 @pytest.mark.parametrize(("rises", "chosen"), [((0.2, 0.04, 0.01), 6), ((0.2, 0.3, 0.06), None)])
 def test_the_fewest_layers_that_cost_little_are_proposed(rises, chosen):
-    from utio_exits import Cost, Exit, proposal, proposed
+    from utio_drafting import Drafting, serve_options
+    from utio_exits import Cost, Exit, either, proposal, proposed
 
     exits = [Exit(layer, layer / 12, Cost(rise, 0.9), None)
              for layer, rise in zip((3, 6, 9), rises)]  # fmt: skip
     way, said = proposed(exits), proposal(exits, "probe.safetensors")
+    drafting = Drafting(3, 2, 0.15, 0.5, 2.0, 1.4)
+    drafting = serve_options(drafting, "probe.safetensors", draft_gate=True)
+    both = either(exits, "probe.safetensors", drafting)
     if chosen is None:
-        assert way is None and "draft" in said
+        assert way is None and "draft" in said and both == []
         return
     assert way.exit_layer == chosen
     assert f"--utio-bucket-cutoffs {chosen} " in said and f"max_depth={chosen} " in said
     assert "--utio-calibration probe.safetensors" in said
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    options = shlex.split(both[0].partition("faster: ")[2].removesuffix(", and no max_depth"))
+    parsed = parser.parse_args(options)
+    assert parsed.enable_utio and parsed.utio_bucket_cutoffs == [chosen]
+    assert parsed.utio_bucket_shares == [1, 0]
+    assert parsed.speculative_config == {
+        "method": "early_exit", "exit_layer": 3, "num_speculative_tokens": 2,
+        "min_acceptance": 0.15, "calibration": "probe.safetensors", "draft_gate": True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])

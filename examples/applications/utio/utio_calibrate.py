@@ -88,7 +88,15 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from utio_drafting import Drafting, best_drafting, draft_costs, serve_options
-from utio_exits import STEP, Exit, exits_for_all, exits_table, lowest_by_step, proposal
+from utio_exits import (
+    STEP,
+    Exit,
+    either,
+    exits_for_all,
+    exits_table,
+    lowest_by_step,
+    proposal,
+)
 
 FORMAT = "utio-calibration-2"
 RMS_EPSILON = 1e-6
@@ -965,6 +973,7 @@ def show(args: argparse.Namespace, report: Report) -> None:
         f"Written to {output}.",
         proposal(report.exits, output),
         f"To draft, which loses nothing: {serve_options(best, output)}",
+        *either(report.exits, output, serve_options(best, output, draft_gate=True)),
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -10,6 +10,8 @@ A draft is accepted as often as the two distributions overlap, or the two greedy
 agree; drafts after one that is rejected are lost.
 """
 
+import json
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,11 +90,14 @@ def draft_costs(model, cutoffs: Sequence[int], translated: bool) -> list[float]:
     return [(cutoff * layer + translator + head) / whole for cutoff in cutoffs]
 
 
-def serve_options(way: Drafting, calibration: str) -> str:
+def serve_options(way: Drafting, calibration: str, **others) -> str:
     """What `vllm serve` takes for a way to draft."""
-    return (
-        f'--speculative-config \'{{"method": "early_exit", '
-        f'"exit_layer": {way.exit_layer}, '
-        f'"num_speculative_tokens": {way.num_drafts}, '
-        f'"min_acceptance": {way.min_acceptance}, "calibration": "{calibration}"}}\''
-    )
+    options = {
+        "method": "early_exit",
+        "exit_layer": way.exit_layer,
+        "num_speculative_tokens": way.num_drafts,
+        "min_acceptance": way.min_acceptance,
+        "calibration": calibration,
+        **others,
+    }
+    return f"--speculative-config {shlex.quote(json.dumps(options))}"

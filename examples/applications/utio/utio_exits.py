@@ -7,6 +7,7 @@ calibration proposes, and routing that runs as many layers on average stands bes
 """
 
 import math
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -103,10 +104,33 @@ def proposal(exits: Sequence[Exit], calibration: str) -> str:
         )
     return (
         f"To let every token leave after {way.exit_layer} layers "
-        f"({way.cost.rise:+.1%} of perplexity): --enable-utio --utio-bucket-cutoffs "
-        f"{way.exit_layer} --utio-calibration {calibration}, and max_depth="
-        f"{way.exit_layer} in the requests"
+        f"({way.cost.rise:+.1%} of perplexity): {serve_options(way, calibration)}, and "
+        f"max_depth={way.exit_layer} in the requests"
     )
+
+
+def serve_options(way: Exit, calibration: str) -> str:
+    """What `vllm serve` takes for tokens to leave at an exit."""
+    return (
+        f"--enable-utio --utio-bucket-cutoffs {way.exit_layer} "
+        f"--utio-calibration {shlex.quote(calibration)}"
+    )
+
+
+def either(exits: Sequence[Exit], calibration: str, drafting: str) -> list[str]:
+    """What to serve to have both; nothing if no exit costs little enough.
+
+    Args:
+        drafting: what `vllm serve` takes to draft, with a gate.
+    """
+    way = proposed(exits)
+    if way is None:
+        return []
+    return [
+        "To do either, or neither, whichever the server measures to be faster: "
+        f"{serve_options(way, calibration)} --utio-bucket-shares 1,0 {drafting}, and no "
+        "max_depth"
+    ]
 
 
 def exits_table(exits: Sequence[Exit]) -> Table:

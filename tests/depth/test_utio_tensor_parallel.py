@@ -3,6 +3,7 @@
 
 import pytest
 from depth_routing import CUTOFFS, Request, assert_logits, logits_options, serve
+from early_exits import options
 from scoring import random_ids
 from tiny_models import CONFIGS
 
@@ -68,3 +69,22 @@ def test_both_processes_conclude_the_same_of_a_trial(tensor_parallel_engine):
     routed, full = 3 * 2 + 2 * 4 + 3 * 6, 8 * 6
     wanted = [7 * routed + 52 * full, 52 * routed + 7 * full]
     assert round(layers) in wanted
+
+
+def test_both_draft_and_route_alike(tensor_parallel_engine, oracle, runner):
+    """On V1 for as many steps as a trial of all ways has, and some more. Requests that
+    are exempt from routing draft, and get what the whole model says."""
+    llm = tensor_parallel_engine(
+        "deep_llama",
+        speculative_config=options(2, 2, draft_gate=True),
+        **OPTIONS,
+        **logits_options(),
+    )
+    tokens = 200 if runner == "v1" else 40  # Triton's interpreter takes its time
+    requests = [
+        Request(random_ids(60 + n, VOCABULARY, 7), tokens, options=exempt)
+        for n, exempt in enumerate([{}, dict(max_depth=6)] * 4)
+    ]
+    serve(llm, requests)
+    assert_logits(oracle, requests[1::2], CUTOFFS[-1])
+    assert all(r.output.outputs[0].mean_decode_depth < 6 for r in requests[::2])

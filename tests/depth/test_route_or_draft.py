@@ -62,6 +62,7 @@ def choosing(llm, choose) -> Iterator[list[Way]]:
 
     class Gate(DraftGate):
         def choose(self, req_ids, num_sampled, lens, ways):
+            self.decided = True
             chosen.append(choose(ways))
             return chosen[-1]
 

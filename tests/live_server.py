@@ -22,6 +22,10 @@ class LoopbackServer(ThreadingHTTPServer):
 
     request_queue_size = 64  # of connections; beyond 5, they would be reset
 
+    def serve_forever(self, poll_interval: float = 0.02) -> None:
+        """By default it would look each half second whether it is to end."""
+        super().serve_forever(poll_interval)
+
 
 @contextmanager
 def live_server(

@@ -90,7 +90,7 @@ def index(
     else:
         handler = functools.partial(Served, directory=str(files))
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
             address = f"user:a%40b@127.0.0.1:{server.server_port}"
             monkeypatch.setenv("PIP_INDEX_URL", f"http://{address}/simple/")
             yield digest

@@ -24,6 +24,9 @@ import runners
 QUICK = ("test_scoring.py", "test_scoring_engine.py", "test_scoring_top_k.py", "test_utio.py")
 """Files of which --quick runs what asks for their own `llm`, one family's engine."""
 
+FREEZE = gc.freeze
+"""As it is before `frozen_objects`."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -182,6 +185,17 @@ def process_groups() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def frozen_objects(process_groups) -> None:
+    """Keeps the shared engines' objects out of the search for garbage.
+
+    vLLM freezes all objects as an engine starts, and unfreezes all as one goes, as those
+    do that a test makes for itself. Each start and end of one asks for nine searches,
+    which take seconds each with all other engines' objects.
+    """
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.fixture(scope="session", autouse=True)
 def model_classes() -> None:
     """Has what vLLM asks a model's class answered here.
 
@@ -213,7 +227,7 @@ def engine(runner: str, model_folder):
         uses_v2 = llm.llm_engine.vllm_config.use_v2_model_runner
         assert uses_v2 == (runner == "v2"), "vLLM fell back to the other runner"
         # The next one's start collects garbage five times: not among all these.
-        gc.freeze()
+        FREEZE()
         return llm
 
     yield start

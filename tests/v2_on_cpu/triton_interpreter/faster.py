@@ -154,11 +154,11 @@ def _keep_shapes(core: ModuleType) -> None:
 
     def make_block_type(self, element_ty, shape) -> None:
         sizes = (*shape,)
-        if not all(type(size) is int for size in sizes):
+        known = type(element_ty) is core.dtype  # and no pointer, of which each is another
+        if not known or not all(type(size) is int for size in sizes):
             make(self, element_ty, shape)
             return
-        # By identity: `made` holds the type, so no other one gets its number.
-        if (key := (id(element_ty), sizes)) not in made:
+        if (key := (element_ty.name, sizes)) not in made:
             make(self, element_ty, shape)
             made[key] = self.__dict__
         self.__dict__.update(made[key])

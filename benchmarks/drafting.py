@@ -41,8 +41,9 @@ class Engine:
     """In the worker."""
 
     def start(
-        self, model: str, dtype: str, eager: bool, speculative: dict | None, routing: dict
-    ) -> None:
+        self, model: str, dtype: str, eager: bool, speculative: dict | None = None,
+        routing: dict | None = None,
+    ) -> None:  # fmt: skip
         from vllm import LLM
 
         self.llm = LLM(
@@ -56,7 +57,7 @@ class Engine:
             enable_prefix_caching=False,
             disable_log_stats=False,
             speculative_config=speculative,
-            **routing,
+            **routing or {},
         )
 
     def generate(
@@ -193,7 +194,6 @@ def main() -> None:
     workers = {name: Worker(__file__, "v1") for name in chosen}
     try:
         for name, options in chosen.items():
-            options = {"routing": {}} | options
             workers[name].call("start", model=str(model), dtype=args.dtype, **options)
         for batch, temperature in cases:
             compare(args, workers, chosen, prompts, batch, temperature)

@@ -278,7 +278,7 @@ def drafting(device: str) -> dict:
                     )  # fmt: skip
             plain = [one["seconds"] for one in found["plain"]][1:]
             for name, results in found.items():
-                _, drafted, accepted = sum(one["counts"] for one in results[1:])
+                drafted, accepted = sum(one["counts"] for one in results[1:])[1:3]
                 ratios = [a / b["seconds"] for a, b in zip(plain, results[1:])]
                 share = f"{accepted / drafted:.2f}" if drafted else ""
                 rate = batch * tokens / statistics.median(plain)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting by early exits against plain decoding, n-gram lookup and routing.
 
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 9 \\
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 6 9 \\
         --tokens 80000 --output FILE
     taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from depth_routing import model_runner
 from safetensors.numpy import save_file
 from scipy.stats import chisquare
@@ -167,3 +168,10 @@ def save_calibration(path, hidden: int, cutoffs: list[int], num_layers: int):
     }
     save_file(tensors, path, metadata)
     return path
+
+
+@pytest.fixture(scope="session")
+def calibration(tmp_path_factory) -> str:
+    """A random one, for the exits of the `deep_` models."""
+    folder = tmp_path_factory.mktemp("early_exit")
+    return str(save_calibration(folder / "random.safetensors", HIDDEN, [1, 2, 4], 6))

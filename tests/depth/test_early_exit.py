@@ -12,25 +12,18 @@ import pytest
 from depth_routing import CACHES, POISON, model_runner, no_empty_batches
 from early_exits import (
     FAMILIES,
-    HIDDEN,
     VOCABULARY,
     assert_greedy,
+    calibration,  # noqa: F401
     generate,
     options,
     random_prompts,
-    save_calibration,
     start,
     watched,
 )
 from scoring import assert_generated, assert_scores, params, prompt, random_ids
 
 from vllm.v1.worker.depth.draft_gate import DROPPED_ROUNDS, ROUNDS_PER_LOOK, TRIAL_ROUNDS
-
-
-@pytest.fixture(scope="session")
-def calibration(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("early_exit")
-    return str(save_calibration(folder / "random.safetensors", HIDDEN, [1, 2, 4], 6))
 
 
 @pytest.fixture(params=["fixed", "probes"])

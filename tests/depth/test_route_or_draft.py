@@ -26,7 +26,7 @@ from depth_routing import (
     routing,
     serve,
 )
-from early_exits import HIDDEN, VOCABULARY, options, save_calibration, watched
+from early_exits import VOCABULARY, calibration, options, watched  # noqa: F401
 from scoring import random_ids
 
 from vllm.v1.worker.depth.draft_gate import (
@@ -36,12 +36,6 @@ from vllm.v1.worker.depth.draft_gate import (
     DraftGate,
     Way,
 )
-
-
-@pytest.fixture(scope="session")
-def calibration(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("route_or_draft")
-    return str(save_calibration(folder / "random.safetensors", HIDDEN, [1, 2, 4], 6))
 
 
 def start(engine, family="deep_llama", drafts=None, **others):

@@ -66,6 +66,7 @@ class Watched:
     """What an engine drafted."""
 
     counts: list[int] = field(default_factory=list)  # of each request and round
+    tokens: list[list[int]] = field(default_factory=list)  # the same; -1 where none
     resumed: int = 0  # steps that began after the first layers
     looked_up: int = 0  # requests' rounds whose drafts were looked up
 
@@ -84,6 +85,7 @@ def watched(llm) -> Iterator[Watched]:
     def watching(*args):
         drafts = draft(*args)
         found.counts += drafts.counts.tolist()
+        found.tokens += drafts.tokens.tolist()
         return drafts
 
     def watching_lookup(*args):

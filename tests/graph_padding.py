@@ -32,7 +32,8 @@ def padding(llm) -> Iterator[Dispatched]:
     """Pads steps as CUDA graphs would."""
     runner = model_runner(llm)
     found = Dispatched()
-    loop = runner.model.model.depth_loop
+    modules = [m for m in runner.model.modules() if getattr(m, "depth_loop", None)]
+    loop = modules[0].depth_loop
     run = loop.run
 
     def padded(descriptor, to_graph: bool):

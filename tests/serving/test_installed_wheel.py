@@ -64,7 +64,7 @@ def test_scores_in_an_environment_without_the_project(
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", str(python), "install"]
-    command += ["--quiet", "--no-deps", "--no-index", str(wheel)]
+    command += ["--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
     subprocess.run(command, check=True)
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     lent = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

@@ -16,14 +16,14 @@ from depth_routing import model_runner
 
 
 @contextmanager
-def replaying(llm, sizes: list[int]) -> Iterator[Counter[int]]:
+def replaying(llm, largest: int) -> Iterator[Counter[int]]:
     """Has an engine that drafts replay its draft passes.
 
     Args:
-        sizes: The numbers of rows that graphs are captured for.
+        largest: The most rows that a graph is captured for.
 
     Yields:
-        How often which was replayed.
+        How often the graph of how many rows was replayed.
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.platforms import current_platform
@@ -49,8 +49,7 @@ def replaying(llm, sizes: list[int]) -> Iterator[Counter[int]]:
     with ExitStack() as stack:
         for name, value in {
             "cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE,
-            "cudagraph_capture_sizes": sizes,
-            "max_cudagraph_capture_size": max(sizes),
+            "max_cudagraph_capture_size": largest,
         }.items():
             stack.enter_context(patch.object(compilation, name, value))
         stack.enter_context(patch.object(module, "CudaGraphManager", Graphs))

@@ -32,7 +32,7 @@ from processes import Worker
 REFERENCE = processes.ROOT / "examples" / "reference_model"
 NUM_LAYERS = 12
 PROMPT = 64
-TRIAL = 300
+TRIAL = 400
 """Tokens of each request after which a gate's trial has ended."""
 PLAIN, PLAIN_EAGER = "plain", "plain, eager"
 
@@ -92,7 +92,9 @@ class Engine:
 def ways(calibration: Path) -> dict[str, dict]:
     """Of each way, the options of its engine."""
 
-    def early_exit(exit_layer: int, most: int, least: float, **others) -> dict:
+    def early_exit(
+        exit_layer: int | list[int], most: int, least: float, **others
+    ) -> dict:
         return dict(
             method="early_exit", exit_layer=exit_layer, num_speculative_tokens=most,
             calibration=str(calibration), min_acceptance=least, **others,
@@ -116,6 +118,9 @@ def ways(calibration: Path) -> dict[str, dict]:
         "exit after 1, k = 1": dict(speculative=early_exit(1, 1, 0), **compiled),
         "exit after 2, k = 2": dict(speculative=early_exit(2, 2, 0), **compiled),
         "exit after 2, k ≤ 2, gate": dict(speculative=gated, **compiled),
+        "exit after 1 or 2, k ≤ 2, gate": dict(
+            speculative=early_exit([1, 2], 2, 0, draft_gate=True), **compiled
+        ),
         "routing, gate": dict(speculative=None, routing=routed, **compiled),
         "exit after 2, k ≤ 2, or routing, gate": dict(
             speculative=gated, routing=routed, **compiled
@@ -226,16 +231,19 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
             for plain in plains
         ]
         ideal = generated / rounds
-        mixed = speculative and {"exit_layer", "prompt_lookup_max"} <= speculative.keys()
-        if speculative and "exit_layer" in speculative:
-            ideal /= 1 + draft_cost(speculative["exit_layer"]) * drafted / rounds
+        exit_layer = (speculative or {}).get("exit_layer")
+        mixed = isinstance(exit_layer, list) or {"exit_layer", "prompt_lookup_max"} <= {
+            *(speculative or {})
+        }
+        if exit_layer and not mixed:
+            ideal /= 1 + draft_cost(exit_layer) * drafted / rounds
         rate = batch * args.tokens / statistics.median(seconds[name])
         rows.append([
             name,
             f"{accepted / drafted:.2f}" if drafted else "",
             f"{drafted / rounds:.2f}" if drafted else "",
             f"{generated / rounds:.2f}",
-            "" if mixed else f"{ideal:.2f}",  # which drafts were free is not known
+            "" if mixed else f"{ideal:.2f}",  # what each draft cost is not known
             f"{routed / (args.rounds * (args.tokens - 1)):.2f}" if options.get("routing") else "",
             *ratios,
             f"{rate:.1f}",

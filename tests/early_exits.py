@@ -38,7 +38,7 @@ STEPS = {
 Triton's interpreter, which takes its time for each row."""
 
 
-def options(exit_layer: int = 2, num_drafts: int = 3, **others) -> "Options":
+def options(exit_layer: int | list[int] = 2, num_drafts: int = 3, **others) -> "Options":
     """`speculative_config` of an engine."""
     return Options(
         method="early_exit",
@@ -66,6 +66,7 @@ class Watched:
     """What an engine drafted."""
 
     counts: list[int] = field(default_factory=list)  # of each request and round
+    exits: list[int] = field(default_factory=list)  # the same: how many layers drafted
     tokens: list[list[int]] = field(default_factory=list)  # the same; -1 where none
     resumed: int = 0  # steps that began after the first layers
     looked_up: int = 0  # requests' rounds whose drafts were looked up
@@ -85,6 +86,7 @@ def watched(llm) -> Iterator[Watched]:
     def watching(*args):
         drafts = draft(*args)
         found.counts += drafts.counts.tolist()
+        found.exits += [early_exit.first_layers.exit_layer] * len(drafts.counts)
         found.tokens += drafts.tokens.tolist()
         return drafts
 

@@ -6,6 +6,7 @@ DRAWS=50000 draws so many tokens (test_early_exit_draws.py, test_early_exit_look
 """
 
 import os
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -95,11 +96,16 @@ def test_schedule_by_batch_size(engine, llama):
     assert drafted.counts == []
 
 
-@pytest.mark.parametrize("seconds, best", [((1, 9, 9), 0), ((9, 1, 9), 1), ((9, 9, 1), 2)])
-def test_a_gate_drafts_as_many_as_are_fastest(engine, llama, seconds, best):
-    """By a clock of the test's, after a trial of each number. Tokens stay the model's."""
-    llm = start(engine, options(num_drafts=2, draft_gate=True), max_model_len=512)
-    gate = model_runner(llm).depth_router.gate
+@pytest.mark.parametrize("best", [0, 2, 3])
+def test_a_gate_drafts_as_is_fastest(engine, llama, best):
+    """None, or one or two after one or after four layers, by a clock of the test's, after
+    a trial of each. Tokens stay the model's."""
+    llm = start(engine, options([1, 4], num_drafts=2, draft_gate=True), max_model_len=512)
+    early_exit = model_runner(llm).depth_router
+    gate, ways = early_exit.gate, early_exit.ways(2)
+    assert [(way.num_drafts, way.exit_layer) for way in ways] == [
+        (0, 0), (1, 1), (2, 1), (1, 4), (2, 4),
+    ]  # fmt: skip
     gate.sizes, gate.round = {}, None
     chosen, time = [], 0
 
@@ -107,22 +113,25 @@ def test_a_gate_drafts_as_many_as_are_fastest(engine, llama, seconds, best):
         nonlocal time
         if gate.round is not None:
             chosen.append(gate.round.way)
-            time += seconds[gate.round.way]
+            time += 1 if gate.round.way == best else 9
         return time
 
     gate._now = now
     ids = random_ids(best, VOCABULARY, 20)
     with watched(llm) as drafted:
-        (completion,) = generate(llm, [ids], params(260))
-    assert_greedy(llama, ids, completion, 260)
-    trial = 3 * (DROPPED_ROUNDS + TRIAL_ROUNDS)
-    assert [chosen[:trial].count(n) for n in range(3)] == [trial // 3] * 3
+        (completion,) = generate(llm, [ids], params(400))
+    assert_greedy(llama, ids, completion, 400)
+    trial = 5 * (DROPPED_ROUNDS + TRIAL_ROUNDS)
+    assert [chosen[:trial].count(n) for n in range(5)] == [trial // 5] * 5
     # Until the others take a turn again.
-    after = chosen[trial : trial + 2 * ROUNDS_PER_LOOK - 2]
+    after = chosen[trial : trial + 4 * ROUNDS_PER_LOOK - 4]
     assert {*after} == {best} and len(after) > 20
     # What was drafted is what was chosen, but at the end of the sequence.
-    expected = [n for n in chosen if n]
-    assert drafted.counts[: len(expected)] == expected
+    expected = [ways[n] for n in chosen if n]
+    found = zip(drafted.counts, drafted.exits)
+    assert [*islice(found, len(expected))] == [
+        (way.num_drafts, way.exit_layer) for way in expected
+    ]
 
 
 @pytest.mark.parametrize("exit_layer, num_drafts", [(1, 1), (5, 2), (4, 6)])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting with a model's first layers, compiled: what users run by default."""
 
+from itertools import count
+
 import pytest
 from compiling import compiling
 from depth_routing import model_runner
@@ -8,6 +10,7 @@ from early_exits import (
     FAMILIES,
     HIDDEN,
     VOCABULARY,
+    Watched,
     assert_greedy,
     generate,
     options,
@@ -35,7 +38,7 @@ def compiled(engine, tmp_path_factory):
     return begin
 
 
-def assert_right(llm, oracle, seed: int) -> None:
+def assert_right(llm, oracle, seed: int) -> Watched:
     """Prompts in chunks beside requests that decode; batches of all sizes up to 10."""
     prompts = random_prompts(10, VOCABULARY, 120, seed)
     with watched(llm) as drafted:
@@ -43,6 +46,7 @@ def assert_right(llm, oracle, seed: int) -> None:
     assert drafted.resumed > 0
     for ids, completion in zip(prompts, completions):
         assert_greedy(oracle, ids, completion, 12)
+    return drafted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,12 +58,14 @@ def test_greedy_tokens_are_the_models(compiled, oracle, runner, family):
         assert_right(llm, oracle(family), seed)
 
 
-def test_probes(compiled, oracle, tmp_path):
-    """Rows are chosen between the graphs."""
-    file = save_calibration(tmp_path / "random.safetensors", HIDDEN, [2], 6)
-    llm = compiled(calibration=str(file))
+def test_probes_at_several_exits(compiled, oracle, tmp_path):
+    """Rows are chosen between the graphs, of which each exit has its own."""
+    file = save_calibration(tmp_path / "random.safetensors", HIDDEN, [1, 2], 6)
+    llm = compiled(exit_layer=[1, 2], calibration=str(file), draft_gate=True)
+    gate, turns = model_runner(llm).depth_router.gate, count()
+    gate.choose = lambda req_ids, sampled, lens, ways: ways[next(turns) % len(ways)]
     for seed in (3, 4):
-        assert_right(llm, oracle("deep_llama"), seed)
+        assert {*assert_right(llm, oracle("deep_llama"), seed).exits} == {1, 2}
 
 
 def test_inductor(compiled, oracle, runner):

@@ -142,7 +142,7 @@ def test_every_token_is_of_its_depth(engine, depth_oracle, family):
     with choosing(llm, by_turns(1)) as chosen, depths(llm) as ran, watched(llm) as drafted:
         serve(llm, requests, random_plan(1))
     assert_exact(depth_oracle(family), requests, ran)
-    assert {*chosen} == {Way(0), ROUTED, Way(1), Way(2)}
+    assert {*chosen} == {Way(0), ROUTED, Way(1, 2), Way(2, 2)}
     assert drafted.counts and drafted.resumed
     assert {depth for given in ran.values() for depth in given} == {2, 4, NUM_LAYERS}
 
@@ -217,9 +217,9 @@ def test_metrics(engine):
 @pytest.mark.parametrize(
     "seconds, best",
     [
-        ({Way(0): 9, ROUTED: 1, Way(1): 9, Way(2): 9}, ROUTED),
-        ({Way(0): 9, ROUTED: 9, Way(1): 9, Way(2): 1}, Way(2)),
-        ({Way(0): 1, ROUTED: 0.99, Way(1): 9, Way(2): 9}, Way(0)),
+        ({Way(0): 9, ROUTED: 1, Way(1, 2): 9, Way(2, 2): 9}, ROUTED),
+        ({Way(0): 9, ROUTED: 9, Way(1, 2): 9, Way(2, 2): 1}, Way(2, 2)),
+        ({Way(0): 1, ROUTED: 0.99, Way(1, 2): 9, Way(2, 2): 9}, Way(0)),
     ],
     ids=["routing", "drafting", "neither: routing wins too little"],
 )
@@ -256,9 +256,9 @@ def test_small_batches_are_not_routed(engine):
     with choosing(llm, lambda ways: ways[0]):
         serve(llm, [Request([5, 6, 7], 8)] * 1)
         gate = model_runner(llm).depth_router
-        assert gate.ways(2) == (Way(0), Way(1), Way(2))
+        assert gate.ways(2) == (Way(0), Way(1, 2), Way(2, 2))
         serve(llm, [Request([5, 6, 7 + n], 8) for n in range(3)])
-        assert gate.ways(2) == (Way(0), ROUTED, Way(1), Way(2))
+        assert gate.ways(2) == (Way(0), ROUTED, Way(1, 2), Way(2, 2))
 
 
 @pytest.mark.parametrize("missing", ["draft_gate", "utio_gate"])

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference model's text: Python and Markdown of the pinned source archive.
+"""The reference model's text: Python and Markdown of the pinned source archive, and
+the Python files of packages that vLLM installs.
 
-Files are read from the archive, never from a patched tree, so what is held out
+vLLM's files are read from the archive, never from a patched tree, so what is held out
 does not change when the series does.
 """
 
 import hashlib
 import tarfile
+from collections.abc import Iterable
+from importlib.metadata import distribution
 from pathlib import Path
 
 SUFFIXES = (".py", ".md")
 MAX_FILE_BYTES = 200_000
 HELD_OUT_PER_MILLE = 20
 """Share of files, by a hash of their path, that training never sees."""
+PACKAGES = (
+    "torch", "transformers", "sympy", "networkx", "numpy",
+    "openai", "pydantic", "fastapi", "aiohttp", "starlette",
+)  # fmt: skip
+"""Installed distributions whose Python files are read too; vLLM depends on all."""
 
 
 def is_held_out(path: str) -> bool:
@@ -58,3 +66,27 @@ def read(archive: Path, held_out: bool) -> dict[str, str]:
                 seen.add(text)
                 unique[-1][path] = text
     return unique[held_out]
+
+
+def read_packages(without: Iterable[str]) -> dict[str, str]:
+    """Reads the Python files of `PACKAGES`, as they are installed.
+
+    Args:
+        without: texts to leave out, such as the held-out ones.
+
+    Returns:
+        Path inside site-packages to text, sorted by path, duplicates dropped.
+    """
+    seen, texts = set(without), {}
+    for name in PACKAGES:
+        for file in sorted(distribution(name).files or [], key=str):
+            path = Path(file.locate())
+            if path.suffix != ".py" or not path.is_file():
+                continue
+            if path.stat().st_size > MAX_FILE_BYTES:
+                continue
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if text.strip() and text not in seen:
+                seen.add(text)
+                texts[str(file)] = text
+    return texts

@@ -3,21 +3,23 @@
 
     python examples/reference_model/train.py --archive build/downloads/vllm-0.32.0.tar.gz
 
-The recipe is LayerSkip's (Elhoushi et al. 2024, arXiv:2404.16710): layer dropout
-that grows with depth, and a rotating early-exit loss through the shared final norm
-and head. `--recipe plain` trains the same model without either. An interrupted run
-goes on from its last checkpoint.
+Beside its own loss, each step has the loss of one early exit through the shared final
+norm and head, as LayerSkip has (Elhoushi et al. 2024, arXiv:2404.16710): after a
+quarter of the layers in every other step, else after each number of layers by turns.
+`--recipe plain` trains the same model without early exits. The layers' matrices are
+trained with Muon (`torch.optim.Muon`), all else with AdamW. An interrupted run goes on
+from its last checkpoint.
 """
 
 import argparse
 import json
-import math
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from corpus import read
+from corpus import PACKAGES, read, read_packages
 from tokenizers import ByteLevelBPETokenizer
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,8 +28,10 @@ END = "<|endoftext|>"
 LAYERS = 12
 VOCABULARY = 4096
 CONTEXT = 1024
-LAYER_DROPOUT = 0.1
-EXIT_SCALE = 1.0
+EXIT_WEIGHT = 0.25
+"""The early exit's share of the loss."""
+OTHER_PACKAGES = 0.3
+"""Share of the windows that come from packages other than vLLM."""
 CHECKPOINT_EVERY = 100
 
 
@@ -36,8 +40,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--archive", type=Path, required=True)
     parser.add_argument("--out", type=Path,
                         help="default: a folder named as the recipe, in --work")  # fmt: skip
-    parser.add_argument("--recipe", choices=["layerskip", "plain"], default="layerskip")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--recipe", choices=["exits", "plain"], default="exits")
+    parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
@@ -93,10 +97,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def forward(
-    model: LlamaForCausalLM,
-    ids: torch.Tensor,
-    exits: tuple[int, ...],
-    dropout: float = 0.0,
+    model: LlamaForCausalLM, ids: torch.Tensor, exits: tuple[int, ...]
 ) -> list[torch.Tensor]:
     """Runs the layers and keeps the states at the asked exits.
 
@@ -104,8 +105,6 @@ def forward(
         model: the model.
         ids: int64 `[sequences, positions]`.
         exits: numbers of layers run, ascending, 1 to `LAYERS`.
-        dropout: probability that the batch skips the last layer; it falls to 0 at
-            the first layer (LayerSkip, equation 1).
 
     Returns:
         Per exit the normalised hidden state, float32 `[sequences, positions, hidden]`.
@@ -115,9 +114,7 @@ def forward(
     rotary = model.model.rotary_emb(hidden, position_ids)
     states = []
     for index, layer in enumerate(model.model.layers):
-        rate = dropout * (math.exp(index * math.log(2) / (LAYERS - 1)) - 1)
-        if torch.rand(()) >= rate:
-            hidden = layer(hidden, position_embeddings=rotary)
+        hidden = layer(hidden, position_embeddings=rotary)
         if index + 1 in exits:
             states.append(model.model.norm(hidden))
     return states
@@ -128,25 +125,41 @@ def cross_entropy(model: LlamaForCausalLM, state: torch.Tensor, targets: torch.T
     return F.cross_entropy(logits, targets.flatten())
 
 
-def exit_weights(depth: int) -> tuple[float, float]:
-    """Loss weights of (the exit after `depth` layers, the full model), summing to 1
-    (LayerSkip, equations 4 to 6, with one exit a step)."""
-    early = EXIT_SCALE * (depth - 1) * depth / 2
-    full = LAYERS - 1 + EXIT_SCALE * (LAYERS - 2) * (LAYERS - 1) / 2
-    return early / (early + full), full / (early + full)
+def exit_of(step: int) -> int:
+    """Number of layers after which the early exit of a step is."""
+    return LAYERS // 4 if step % 2 else step // 2 % (LAYERS - 1) + 1
 
 
-def train(args: argparse.Namespace, tokenizer, tokens: torch.Tensor):
+def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim <= 1]
+    embeddings = [model.model.embed_tokens.weight]
+    return [
+        torch.optim.Muon(
+            matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(
+            [{"params": embeddings, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+            lr=lr,
+            betas=(0.9, 0.95),
+            fused=True,
+        ),
+    ]  # fmt: skip
+
+
+def draw_windows(tokens: torch.Tensor, number: int, length: int) -> torch.Tensor:
+    """Windows at random places of `tokens`. int64 `[number, length + 1]`."""
+    starts = torch.randint(len(tokens) - length - 1, (number,))
+    return torch.stack([tokens[s : s + length + 1] for s in starts.tolist()]).long()
+
+
+def train(
+    args: argparse.Namespace, tokenizer, tokens: torch.Tensor, others: torch.Tensor
+):
     torch.manual_seed(args.seed)
     model = make_model(tokenizer)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=args.lr,
-        betas=(0.9, 0.95),
-        fused=True,
-    )  # fmt: skip
+    optimizers = make_optimizers(model, args.lr)
     for layer in model.model.layers:
         layer.compile(dynamic=False)
     checkpoint = args.work / f"{args.recipe}.pt"
@@ -154,7 +167,8 @@ def train(args: argparse.Namespace, tokenizer, tokens: torch.Tensor):
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
         first, seconds = saved["step"], saved["seconds"]
 
     warmup = min(100, args.steps // 10)
@@ -167,37 +181,41 @@ def train(args: argparse.Namespace, tokenizer, tokens: torch.Tensor):
         # for other `--steps`; that quarter falls to 0 and sees the full context.
         left = (args.steps - step) / (args.steps / 4)
         length = CONTEXT // 2 if left > 1 else CONTEXT
-        starts = torch.randint(
-            len(tokens) - length - 1, (args.tokens_per_step // length,)
+        number = args.tokens_per_step // length
+        from_others = int((torch.rand(number) < OTHER_PACKAGES).sum())
+        batch = torch.cat(
+            [
+                draw_windows(text, share, length)
+                for text, share in ((tokens, number - from_others), (others, from_others))
+                if share
+            ]
         )
-        batch = torch.stack(
-            [tokens[s : s + length + 1] for s in starts.tolist()]
-        ).long()
         ids, targets = batch[:, :-1], batch[:, 1:]
 
         rate = min((step + 1) / warmup, left, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * rate
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * rate
 
-        if args.recipe == "layerskip":
-            depth = step % (LAYERS - 1) + 1
-            early, full = forward(model, ids, (depth, LAYERS), LAYER_DROPOUT)
-            early_weight, full_weight = exit_weights(depth)
-            full_loss = cross_entropy(model, full, targets)
-            loss = full_weight * full_loss
-            if early_weight:
-                loss = loss + early_weight * cross_entropy(model, early, targets)
-        else:
-            (full,) = forward(model, ids, (LAYERS,))
-            loss = full_loss = cross_entropy(model, full, targets)
-        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            if args.recipe == "exits":
+                early, full = forward(model, ids, (exit_of(step), LAYERS))
+                full_loss = cross_entropy(model, full, targets)
+                early_loss = cross_entropy(model, early, targets)
+                loss = (1 - EXIT_WEIGHT) * full_loss + EXIT_WEIGHT * early_loss
+            else:
+                (full,) = forward(model, ids, (LAYERS,))
+                loss = full_loss = cross_entropy(model, full, targets)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         seconds += time.monotonic() - begun
         progress.set_postfix(loss=f"{full_loss.item():.3f}")
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == args.steps:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+            state = {"model": model.state_dict(),
+                     "optimizers": [o.state_dict() for o in optimizers],
                      "step": step + 1, "seconds": seconds}  # fmt: skip
             torch.save(state, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").rename(checkpoint)
@@ -228,17 +246,18 @@ def main() -> None:
     args.out = args.out or args.work / args.recipe
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer_dir, tokens_file = args.work / "tokenizer", args.work / "tokens.pt"
+    held_out = read(args.archive, held_out=True)
     if not tokens_file.exists():
         texts = list(read(args.archive, held_out=False).values())
+        others = list(read_packages(without=[*texts, *held_out.values()]).values())
         tokenizer = train_tokenizer(texts)
         tokenizer.save_pretrained(tokenizer_dir)
-        torch.save(tokenize(tokenizer, texts), tokens_file)
+        torch.save([tokenize(tokenizer, texts), tokenize(tokenizer, others)], tokens_file)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-    tokens = torch.load(tokens_file, weights_only=True)
+    tokens, others = torch.load(tokens_file, weights_only=True)
 
-    model, seconds = train(args, tokenizer, tokens)
+    model, seconds = train(args, tokenizer, tokens, others)
     model = model.bfloat16()
-    held_out = read(args.archive, held_out=True)
     count, losses = evaluate(
         model.float(), tokenize(tokenizer, list(held_out.values()))
     )
@@ -248,7 +267,8 @@ def main() -> None:
         "recipe": args.recipe,
         "steps": args.steps,
         "tokens_per_step": args.tokens_per_step,
-        "training_tokens_available": len(tokens),
+        "training_tokens_available": {"vllm": len(tokens), "other packages": len(others)},
+        "packages": {name: version(name) for name in PACKAGES},
         "parameters": sum(p.numel() for p in model.parameters()),
         "training_seconds": round(seconds),
         "held_out_files": len(held_out),

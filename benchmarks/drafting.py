@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting by early exits against plain decoding, n-gram lookup and routing.
 
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 6 9 \\
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 2 3 6 9 \\
         --tokens 80000 --output FILE
     taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
 
@@ -104,7 +104,7 @@ def ways(calibration: Path) -> dict[str, dict]:
         enable_utio=True, utio_bucket_cutoffs=[9], utio_bucket_shares=[1.0, 0.0],
         utio_calibration=str(calibration), utio_min_batch_size=1,
     )  # fmt: skip
-    gated = early_exit(2, 2, 0, draft_gate=True)
+    gated = early_exit(3, 2, 0, draft_gate=True)
     window = dict(prompt_lookup_max=4, prompt_lookup_min=2)
     ngram = dict(method="ngram", num_speculative_tokens=3, **window)
     compiled, eager = dict(eager=False), dict(eager=True)
@@ -112,23 +112,24 @@ def ways(calibration: Path) -> dict[str, dict]:
         PLAIN: dict(speculative=None, **compiled),
         PLAIN_EAGER: dict(speculative=None, **eager),
         "n-gram, k = 3": dict(speculative=ngram, **compiled),
-        "exit after 1, k ≤ 6, chance ≥ 0.15": dict(
-            speculative=early_exit(1, 6, 0.15), **compiled
+        "exit after 3, k ≤ 6, chance ≥ 0.5": dict(
+            speculative=early_exit(3, 6, 0.5), **compiled
         ),
-        "exit after 1, k = 1": dict(speculative=early_exit(1, 1, 0), **compiled),
-        "exit after 2, k = 2": dict(speculative=early_exit(2, 2, 0), **compiled),
-        "exit after 2, k ≤ 2, gate": dict(speculative=gated, **compiled),
-        "exit after 1 or 2, k ≤ 2, gate": dict(
-            speculative=early_exit([1, 2], 2, 0, draft_gate=True), **compiled
+        "exit after 3, k = 2": dict(speculative=early_exit(3, 2, 0), **compiled),
+        "exit after 3, k = 1": dict(speculative=early_exit(3, 1, 0), **compiled),
+        "exit after 2, k = 1": dict(speculative=early_exit(2, 1, 0), **compiled),
+        "n-gram, else exit after 3, k ≤ 3, chance ≥ 0.5": dict(
+            speculative=early_exit(3, 3, 0.5, **window), **compiled
+        ),
+        "exit after 3, k ≤ 2, gate": dict(speculative=gated, **compiled),
+        "exit after 2 or 3, k ≤ 2, gate": dict(
+            speculative=early_exit([2, 3], 2, 0, draft_gate=True), **compiled
         ),
         "routing, gate": dict(speculative=None, routing=routed, **compiled),
-        "exit after 2, k ≤ 2, or routing, gate": dict(
+        "exit after 3, k ≤ 2, or routing, gate": dict(
             speculative=gated, routing=routed, **compiled
         ),
-        "n-gram, else exit after 1, k ≤ 3, chance ≥ 0.15": dict(
-            speculative=early_exit(1, 3, 0.15, **window), **compiled
-        ),
-        "exit after 2, k = 2, eager": dict(speculative=early_exit(2, 2, 0), **eager),
+        "exit after 3, k = 2, eager": dict(speculative=early_exit(3, 2, 0), **eager),
     }
 
 

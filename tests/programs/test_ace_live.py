@@ -48,7 +48,7 @@ WAIT_SECONDS = 600
 """Far more than anything takes; a machine may have other work."""
 SAMPLES = 3
 TRAIN, VALIDATION = 20, 10
-# Completions of one round and the answers after it.
+# Completions of one round and the answers after it, at most.
 TOTAL = 2 * (TRAIN + VALIDATION) + 2 * TRAIN
 HELLO = [{"role": "user", "content": "import numpy as"}]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -306,13 +306,17 @@ def whole(server, tmp_path_factory) -> dict[tuple, str]:
     run = Command(server, output)
     shown = run.wait()
     assert run.status == 0, shown
-    assert f"{TOTAL} completions," in shown and "0 retries" in shown
-    report = json.loads((output / program.REPORT).read_text())
-    # The model knows something of the shipped samples; chance is at most a half.
-    assert report["rounds"][0]["accuracy"]["train"] > 0.5
-    assert report["rounds"][1]["playbook"]["bullets"]
     found = journal(output)
-    assert len(found) == TOTAL
+    assert f"{len(found)} completions," in shown and "0 retries" in shown
+    report = json.loads((output / program.REPORT).read_text())
+    # The model knows something of the shipped samples. Of two answers, chance has half right.
+    first = report["rounds"][0]
+    right = TRAIN * first["accuracy"]["train"] + VALIDATION * first["accuracy"]["validation"]
+    answered = TRAIN + VALIDATION - first["unreadable"]
+    assert answered > 10 and right > 0.75 * answered
+    assert report["rounds"][1]["playbook"]["bullets"]
+    # Reflections without a lesson need no curator.
+    assert TOTAL - TRAIN < len(found) <= TOTAL
     return found
 
 
@@ -333,9 +337,9 @@ def test_a_server_that_is_killed_in_the_middle(server, whole, tmp_path):
     server.start(runners.environment("v1"))
     shown = run.wait()
     assert run.status == 0, shown
-    assert 40 <= len(before) < TOTAL and " 0 retries" not in shown
+    assert 40 <= len(before) < len(whole) and " 0 retries" not in shown
     found = journal(tmp_path / "out")
-    assert len(found) == TOTAL and same(found, whole)
+    assert len(found) == len(whole) and same(found, whole)
     assert before.items() <= found.items()
 
 
@@ -348,13 +352,13 @@ def test_ctrl_c_with_vllm_in_the_process(server, whole, tmp_path):
     assert run.status == 130, shown
     assert "Nothing is lost" in shown
     kept = journal(tmp_path / "out")
-    assert VALIDATION + TRAIN + 5 <= len(kept) < TOTAL
+    assert VALIDATION + TRAIN + 5 <= len(kept) < len(whole)
     run = Command(server, tmp_path / "out")
     shown = run.wait()
     assert run.status == 0, shown
-    assert f"{TOTAL - len(kept)} completions," in shown
+    assert f"{len(whole) - len(kept)} completions," in shown
     found = journal(tmp_path / "out")
-    assert len(found) == TOTAL and same(found, whole)
+    assert len(found) == len(whole) and same(found, whole)
     assert kept.items() <= found.items()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting by early exits against plain decoding, n-gram lookup and routing.
 
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 2 3 6 9 \\
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 3 6 9 \\
         --tokens 80000 --output FILE
     taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
 
@@ -232,10 +232,10 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
             for plain in plains
         ]
         ideal = generated / rounds
-        exit_layer = (speculative or {}).get("exit_layer")
-        mixed = isinstance(exit_layer, list) or {"exit_layer", "prompt_lookup_max"} <= {
-            *(speculative or {})
-        }
+        drafting = speculative or {}
+        exit_layer = drafting.get("exit_layer")
+        # Drafts of several layers, or those that were looked up, do not cost the same.
+        mixed = isinstance(exit_layer, list) or (exit_layer and "prompt_lookup_max" in drafting)
         if exit_layer and not mixed:
             ideal /= 1 + draft_cost(exit_layer) * drafted / rounds
         rate = batch * args.tokens / statistics.median(seconds[name])
@@ -244,7 +244,7 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
             f"{accepted / drafted:.2f}" if drafted else "",
             f"{drafted / rounds:.2f}" if drafted else "",
             f"{generated / rounds:.2f}",
-            "" if mixed else f"{ideal:.2f}",  # what each draft cost is not known
+            "" if mixed else f"{ideal:.2f}",
             f"{routed / (args.rounds * (args.tokens - 1)):.2f}" if options.get("routing") else "",
             *ratios,
             f"{rate:.1f}",

@@ -21,7 +21,9 @@ gradient descent: probes by least squares, acceptance probes by cross-entropy,
 translators to the divergence of what the final norm and the head make of them, from a
 ridge regression on. What they are fitted
 to lies in scratch files beside the output: two bytes a number, token and cutoff, and
-four for full depth.
+four for full depth. Translators do better on text that they are fitted to than on other
+text. So what probes are fitted to comes from two translators more, each fitted to one
+half of the text and asked about the other (cross-fitting).
 
 The figures printed are of a part of the text that nothing was fitted to. They are
 teacher forcing with full-depth attention: every token attends to keys and values that
@@ -212,12 +214,11 @@ def main(argv: list[str] | None = None) -> Report:
     exits = Exits(model, args.cutoffs)
 
     untranslated = mean_divergence(args, exits, held_out)
-    if args.translators:
-        exits.translators = fit_translators(args, exits, fitted, config.hidden_size)
-    probes = fit_probes(args, exits, fitted, config.hidden_size)
+    translators, probes = fit(args, exits, fitted, config.hidden_size)
+    exits.translators = translators
     measured = measure(args, exits, held_out, probes)
     outcomes = [compare(measured, i) for i in range(len(args.cutoffs))]
-    tokens, translators = count(fitted), exits.translators
+    tokens = count(fitted)
     write(args.output, probes, translators, tokens, args.cutoffs, model)
     for_all = exits_for_all(args.cutoffs, config.num_hidden_layers, measured)
     ways = ways_to_draft(args, model, measured)
@@ -443,9 +444,14 @@ def split(
 
 
 def check_size(args, hidden: int, fitted, held_out) -> None:
-    if count(fitted) <= hidden or count(held_out) < MIN_HELD_OUT:
+    parts, what = [fitted], "to fit"
+    if args.translators:
+        parts, what = split(fitted, 0.5), "to fit, in halves that hold whole windows,"
+    least = min(count(part) for part in parts)
+    if least <= hidden or count(held_out) < MIN_HELD_OUT:
+        given = " and ".join(str(count(part)) for part in parts)
         sys.exit(
-            f"--tokens {args.tokens}: the text gives {count(fitted)} to fit and "
+            f"--tokens {args.tokens}: the text gives {given} {what} and "
             f"{count(held_out)} held out; a fit of {hidden} features takes more than "
             f"{hidden} and {MIN_HELD_OUT}. Raise --tokens or give more --text"
         )
@@ -648,6 +654,22 @@ def mean_divergence(args, exits: Exits, windows) -> np.ndarray:
     return total / tokens
 
 
+def fit(
+    args, exits: Exits, windows, hidden_size: int
+) -> tuple[list[Translator], Probes]:
+    """Translators, and probes of what leaving with them costs on text that they have
+    not seen: of each half of the windows, with translators fitted to the other half."""
+    if not args.translators:
+        return [], fit_probes(args, exits, [(windows, [])], hidden_size)
+    first, second = split(windows, 0.5)
+    unseen = [
+        (first, fit_translators(args, exits, second, hidden_size)),
+        (second, fit_translators(args, exits, first, hidden_size)),
+    ]
+    probes = fit_probes(args, exits, unseen, hidden_size)
+    return fit_translators(args, exits, windows, hidden_size), probes
+
+
 def fit_translators(args, exits: Exits, windows, hidden_size: int) -> list[Translator]:
     size, width = count(windows), args.translator_width or hidden_size
     xs = scratch(args, (len(args.cutoffs), size, hidden_size), np.float16)
@@ -722,17 +744,29 @@ def fit_translator(
     return Translator(*(tensor.detach() for tensor in tensors))
 
 
-def fit_probes(args, exits: Exits, windows, hidden_size: int) -> Probes:
-    shape = len(args.cutoffs), count(windows), hidden_size
+def fit_probes(
+    args,
+    exits: Exits,
+    parts: Sequence[tuple[list[list[int]], list[Translator]]],
+    hidden_size: int,
+) -> Probes:
+    """
+    Args:
+        parts: windows, and the translators with which their tokens leave.
+    """
+    size = sum(count(windows) for windows, _ in parts)
+    shape = len(args.cutoffs), size, hidden_size
     xs, filled = scratch(args, shape, np.float16), 0
     costs, agrees, overlap = np.empty((3, *shape[:2]))
-    for rows in progress(exits, windows, args.batch_size, "costs"):
-        check_finite(args, rows)
-        new = slice(filled, filled + rows.kl.shape[1])
-        xs[:, new] = rows.features.cpu().numpy()
-        costs[:, new] = np.sqrt(rows.kl)
-        agrees[:, new], overlap[:, new] = rows.agrees, rows.overlap
-        filled = new.stop
+    for windows, translators in parts:
+        exits.translators = translators
+        for rows in progress(exits, windows, args.batch_size, "costs"):
+            check_finite(args, rows)
+            new = slice(filled, filled + rows.kl.shape[1])
+            xs[:, new] = rows.features.cpu().numpy()
+            costs[:, new] = np.sqrt(rows.kl)
+            agrees[:, new], overlap[:, new] = rows.agrees, rows.overlap
+            filled = new.stop
     wide, narrow = args.probe_width, min(args.probe_width, ACCEPTANCE_WIDTH)
     return Probes(
         costs=[fit_probe(x, y, wide, args.device) for x, y in zip(xs, costs)],

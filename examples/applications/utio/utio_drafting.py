@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_DRAFTS = 6
-LEAST = (0.0, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+LEAST = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 """Probabilities that all drafts are accepted, below which drafting stops; 0: never."""
 
 

@@ -118,7 +118,7 @@ import resource, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[1:4]
 from transformers import AutoTokenizer
-import score_kld, utio_calibrate
+import score_kld, utio_texts
 from compare.texts import ByteCounter, stream_windows, read_file
 
 def peak():
@@ -133,8 +133,8 @@ def compare(path):  # and score_kld, score_perplexity
     return scored, size + counter.rest()
 
 def calibrate(path):
-    windows = utio_calibrate.cut(tokenizer, [path], 256, 20_000)
-    return utio_calibrate.count(windows), len({*map(tuple, windows)})
+    windows = utio_texts.cut(tokenizer, [path], 256, 20_000)
+    return utio_texts.count(windows), len({*map(tuple, windows)})
 
 path, few = map(Path, sys.argv[4:6])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[6])

@@ -100,7 +100,7 @@ def plain(folder: Path, windows, cutoff: int) -> SimpleNamespace:
 
 
 def collect(folder: Path, windows, cutoffs=CUTOFFS, batch_size=3) -> list:
-    from utio_calibrate import Exits
+    from utio_states import Exits
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return list(Exits(model, cutoffs).rows(windows, batch_size))
@@ -135,7 +135,7 @@ def test_states_and_divergences_are_those_of_a_model_cut_short(family, folder, w
 @pytest.mark.parametrize("at_once", [1, 5000])
 def test_blocks_of_logits_change_nothing(at_once, folder, windows, monkeypatch):
     whole = collect(folder("deep_llama"), windows)
-    monkeypatch.setattr("utio_calibrate.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("utio_states.LOGITS_AT_ONCE", at_once)
     for a, b in zip(whole, collect(folder("deep_llama"), windows, batch_size=1)):
         for name, x, y in zip(a._fields, a, b):
             np.testing.assert_allclose(x, y, atol=FLOAT32_TOLERANCE, err_msg=name)
@@ -143,7 +143,7 @@ def test_blocks_of_logits_change_nothing(at_once, folder, windows, monkeypatch):
 
 def test_the_probes_in_the_file_predict_what_is_reported(fitted, folder):
     """Their formula in NumPy, on Transformers' states of the held-out part."""
-    from utio_calibrate import cut, split
+    from utio_texts import cut, split
 
     output, report, args = fitted
     texts = [path.read_text() for path in TEXTS]
@@ -168,7 +168,7 @@ def test_the_probes_in_the_file_predict_what_is_reported(fitted, folder):
 @pytest.mark.parametrize("size", [32, 1024])
 def test_a_probe_finds_what_no_linear_one_can(size):
     """The size of a component; and, as well as least squares, a component."""
-    from utio_calibrate import fit_probe
+    from utio_fit import fit_probe
 
     rng = np.random.default_rng(0)
     x = rng.normal(size=(24_000, size)).astype(np.float16)
@@ -196,7 +196,8 @@ def test_probes_expect_of_other_text_what_it_gives(translated):
 def test_translators_are_what_leavers_say(translated):
     """Their formula on Transformers' states, then its own norm and head; and they are
     better than least squares, which they begin with."""
-    from utio_calibrate import STRENGTH, cut, split
+    from utio_fit import STRENGTH
+    from utio_texts import cut, split
 
     output, report, args, model_folder = translated
     texts = [path.read_text() for path in TEXTS]
@@ -274,7 +275,7 @@ def test_translators_are_what_leavers_say(translated):
 
 def test_normal_equations_in_pieces_are_ridge():
     """By lstsq on a matrix with more rows that pull the weights to 0."""
-    from utio_calibrate import NormalEquations
+    from utio_fit import NormalEquations
 
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(500, 20)) + rng.normal(size=20)).astype(np.float32)
@@ -295,7 +296,7 @@ def test_normal_equations_in_pieces_are_ridge():
 
 
 def test_columns_that_are_sums_of_others_are_no_matter():
-    from utio_calibrate import NormalEquations
+    from utio_fit import NormalEquations
 
     x = np.random.default_rng(0).normal(size=(300, 4))
     x = np.concatenate([x, x[:, :1] + x[:, 1:2], np.ones((300, 1))], 1)
@@ -343,7 +344,7 @@ def test_the_file_says_what_it_is(fitted):
 
 
 def test_the_figures_are_those_of_letting_the_lowest_leave(fitted):
-    from utio_calibrate import lowest_by_step
+    from utio_exits import lowest_by_step
 
     _, report, _ = fitted
     held = report.held_out
@@ -457,7 +458,7 @@ def test_the_fewest_layers_that_cost_little_are_proposed(rises, chosen):
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_each_step_lets_its_share_go(share):
-    from utio_calibrate import STEP, lowest_by_step
+    from utio_exits import STEP, lowest_by_step
 
     scores = np.random.default_rng(1).permutation(10 * STEP + 7).astype(float)
     chosen = set(lowest_by_step(scores, share).tolist())

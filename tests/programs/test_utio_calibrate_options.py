@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 
 def test_windows_hold_each_token_once_and_start_as_the_tokenizer_does():
-    from utio_calibrate import count, cut, split
+    from utio_texts import count, cut, split
 
     class Letters:
         """A token a letter, and a first one that begins every text."""
@@ -51,7 +51,7 @@ def test_windows_hold_each_token_once_and_start_as_the_tokenizer_does():
 
 
 def test_no_text_takes_all_while_others_have_some():
-    from utio_calibrate import cut
+    from utio_texts import cut
 
     class Words:
         def encode(self, text, **kwargs):
@@ -67,7 +67,7 @@ def options(**given) -> SimpleNamespace:
 
 
 def test_folders_give_their_utf8_files(tmp_path):
-    from utio_calibrate import chunks_of, read_texts
+    from utio_texts import chunks_of, read_texts
 
     def read(path: Path) -> list[str]:
         return ["".join(chunks_of(text)) for text in read_texts(options(text=[path]))]
@@ -85,7 +85,8 @@ def test_folders_give_their_utf8_files(tmp_path):
 
 
 def test_the_default_text_is_what_the_reference_model_was_trained_on(tmp_path):
-    from utio_calibrate import parse_args, read_texts
+    from utio_calibrate import parse_args
+    from utio_texts import read_texts
 
     sys.path.insert(0, str(ROOT / "examples" / "reference_model"))
     from corpus import is_held_out

@@ -17,13 +17,14 @@ with rms(x) = sqrt(mean(x²) + 1e-6). From them, for each cutoff,
   drafted there: where both take the most probable token, and where both draw one.
 
 All are networks of one hidden layer, a translator's beside a linear map, fitted by
-gradient descent: probes by least squares, acceptance probes by cross-entropy,
-translators to the divergence of what the final norm and the head make of them, from a
-ridge regression on. What they are fitted
-to lies in scratch files beside the output: two bytes a number, token and cutoff, and
-four for full depth. Translators do better on text that they are fitted to than on other
-text. So what probes are fitted to comes from two translators more, each fitted to one
-half of the text and asked about the other (cross-fitting).
+gradient descent (utio_fit.py): probes by least squares, acceptance probes by
+cross-entropy, translators to the divergence of what the final norm and the head make of
+them, from a ridge regression on. What they are fitted to lies in scratch files beside the
+output: two bytes a number, token and cutoff, and four for full depth.
+
+Translators do better on the text that they are fitted to than on other text. So probes
+are fitted to what two more translators do, each of which is fitted to one half of the text
+and asked about the other (cross-fitting).
 
 The figures printed are of a part of the text that nothing was fitted to. They are
 teacher forcing with full-depth attention: every token attends to keys and values that
@@ -53,14 +54,10 @@ width, hidden] and [cutoffs, width].
 """
 
 import argparse
-import io
 import math
 import os
-import random
 import sys
-import tarfile
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +67,6 @@ sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 import utio_options
 from common import quiet
 from common.program import interruptible
-from compare.texts import PIECE, Encoder, encode_stream
 from utio_options import FAMILIES
 
 if __name__ == "__main__":  # says --help and mistakes before torch is imported
@@ -86,8 +82,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from scipy.stats import spearmanr
 from torch import nn
-from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from utio_drafting import Drafting, best_drafting, draft_costs, serve_options
 from utio_exits import (
@@ -99,48 +93,20 @@ from utio_exits import (
     lowest_by_step,
     proposal,
 )
+from utio_fit import Probes, check_finite, fit
+from utio_states import Exits, Translator, progress
+from utio_texts import count, cut, read_texts, split
 
 FORMAT = "utio-calibration-2"
-RMS_EPSILON = 1e-6
-STRENGTH = 1e-4
-"""Of the ridge regressions, a token; the features' own mean square is 1."""
-EPOCHS = 8
-RATE = 0.5
-"""Learning rate times the inputs of a layer, so that widths need no rate of their own."""
-DECAY = 0.05
-BATCH = 256
-SOME = 4096
-"""Tokens that say whether descent was any good."""
 LEAVING = (0.3, 0.5, 0.7)
 STEPWISE = f"probe, {STEP} a step"
-MIN_TEXTS = 100
-"""No text gives more than this part of the tokens while others still have some."""
 MIN_HELD_OUT = 100
-ACCEPTANCE_WIDTH = 64
-"""Units of the probes that predict acceptance, at most."""
 FINGERPRINT = 16
 """Tokens whose embeddings the file has."""
-BAR = {"leave": False, "disable": None}
-"""Of progress bars: none where the output is no terminal."""
-LOGITS_AT_ONCE = 2**22
-"""Elements of one block of logits; a few such blocks are held at a time."""
-
-
-class Rows(NamedTuple):
-    """The tokens of one window; C cutoffs, n tokens."""
-
-    features: torch.Tensor  # float32 [C, n, hidden], on the model's device
-    kl: np.ndarray  # float64 [C, n], full depth against the exit, nats
-    exit_entropy: np.ndarray  # float64 [C, n]
-    exit_nll: np.ndarray  # float64 [C, n], of the token that comes next
-    agrees: np.ndarray  # bool [C, n], with full depth's greedy choice
-    full_nll: np.ndarray  # float64 [n]
-    lagged_entropy: np.ndarray  # float64 [n], full depth, from the token before
-    overlap: np.ndarray  # float64 [C, n], of the two distributions, from 0 to 1
 
 
 class HeldOut(NamedTuple):
-    """The same of the whole held-out part, with the probes' predictions."""
+    """Rows of the whole held-out part, with the probes' predictions."""
 
     predicted: np.ndarray  # float64 [C, n]
     # float64 [2, C, n], probabilities that full depth accepts a draft of the exit: of a
@@ -155,21 +121,6 @@ class HeldOut(NamedTuple):
     overlap: np.ndarray
 
 
-class Translator(NamedTuple):
-    """Makes features of the last layer's state out of those at a cutoff; float32."""
-
-    weight: torch.Tensor  # [hidden, hidden]
-    bias: torch.Tensor  # [hidden]
-    weight_1: torch.Tensor  # [width, hidden]
-    bias_1: torch.Tensor  # [width]
-    weight_2: torch.Tensor  # [hidden, width]
-
-    def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        inner = F.gelu(F.linear(features, self.weight_1, self.bias_1))
-        linear = F.linear(features, self.weight, self.bias)
-        return linear + F.linear(inner, self.weight_2)
-
-
 class Outcome(NamedTuple):
     """What a policy costs at one share of leavers."""
 
@@ -180,14 +131,6 @@ class Outcome(NamedTuple):
     rise: float  # of the perplexity, relative
     agreement: float
     closed: float  # of the perplexity's gap between random and oracle
-
-
-class Probes(NamedTuple):
-    """One a cutoff of each."""
-
-    costs: list[nn.Sequential]
-    greedy: list[nn.Sequential]  # logits of `agrees`
-    sampled: list[nn.Sequential]  # logits of `overlap`
 
 
 class Report(NamedTuple):
@@ -284,165 +227,6 @@ def load_tokenizer(model: str):
         sys.exit(f"--model {model}: no tokenizer: {error}")
 
 
-Text = Path | str
-"""A file, which is read as a stream, or the text itself."""
-
-
-def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[Text]:
-    """The texts that the options name, none of them blank.
-
-    Args:
-        held_out: of the archive, the files that the reference model has not seen.
-    """
-    if args.text is None:
-        print("No --text: reading vLLM's Python and Markdown", file=sys.stderr)
-        if not args.archive.is_file():
-            sys.exit(f"--archive {args.archive}: no such file; or name a --text")
-        sys.path.insert(0, str(EXAMPLES / "reference_model"))
-        from corpus import read
-
-        try:
-            return list(read(args.archive, held_out).values())
-        except (OSError, EOFError, tarfile.TarError) as error:
-            sys.exit(f"--archive {args.archive}: {error}")
-    texts: list[Text] = []
-    for path in args.text:
-        if path.is_dir():
-            texts += read_folder(path)
-            continue
-        try:
-            texts += [path] * has_words(path)
-        except (OSError, UnicodeDecodeError) as error:
-            sys.exit(f"--text {path}: {error}")
-    if not texts:
-        sys.exit(f"--text {' '.join(map(str, args.text))}: nothing but blanks")
-    return texts
-
-
-def read_folder(folder: Path) -> list[Path]:
-    """Its UTF-8 files that are not blank, those of visible folders below it as well."""
-    texts, found = [], False
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or not path.is_file():
-            continue
-        try:
-            texts += [path] * has_words(path)
-            found = True
-        except UnicodeDecodeError:
-            continue  # a picture or the like
-        except OSError as error:
-            sys.exit(f"--text {folder}: {error}")
-    if not found:
-        sys.exit(f"--text {folder}: no UTF-8 file in this folder")
-    return texts
-
-
-def chunks_of(text: Text) -> Iterator[str]:
-    """The text in parts of at most `PIECE` characters, its line ends as they are."""
-    opened = io.StringIO(text, newline="") if isinstance(text, str) else text.open(
-        encoding="utf-8", newline=""
-    )  # fmt: skip
-    with opened as file:
-        while chunk := file.read(PIECE):
-            yield chunk
-
-
-def has_words(path: Path) -> bool:
-    """Says whether a file is more than blanks.
-
-    Raises:
-        UnicodeDecodeError: some part of it is not UTF-8.
-    """
-    return any([not chunk.isspace() for chunk in chunks_of(path)])  # reads all of it
-
-
-def usable(window: Sequence[int]) -> int:
-    """Tokens of a window that have one before them and one after."""
-    return max(len(window) - 2, 0)
-
-
-def count(windows: Sequence[Sequence[int]]) -> int:
-    return sum(map(usable, windows))
-
-
-def cut(tokenizer, texts: Sequence[Text], context: int, tokens: int) -> list[list[int]]:
-    """Windows of the texts in random order, those of a text together.
-
-    Each begins as the tokenizer begins a text. Windows of the same text do not
-    overlap. Holds no more than some `tokens` tokens of a text and of all of them.
-
-    Returns:
-        Up to `tokens` usable tokens.
-    """
-    generator = random.Random(0)
-    encoder = Encoder(tokenizer, special_tokens=False)
-    prefix = tokenizer.encode("")
-    most = math.ceil(tokens / MIN_TEXTS / (context - 2))
-    enough = math.ceil(tokens / (context - 2)) + 1
-    first: list[tuple[int, list[int]]] = []
-    spare: list[tuple[int, list[int]]] = []
-    found, room = 0, tokens
-    order = generator.sample(range(len(texts)), len(texts))
-    for rank, index in enumerate(order):
-        ids = encode_stream(encoder, chunks_of(texts[index]))
-        parts = (prefix + part for part in parts_of(ids, context - len(prefix)))
-        windows = draw((part for part in parts if usable(part)), enough, generator)
-        generator.shuffle(windows)
-        first += [(rank, window) for window in windows[:most]]
-        for window in windows[most:]:
-            if room > 0:
-                spare.append((rank, window))
-                room -= usable(window)
-        found += count(windows[:most])
-        if found >= tokens:
-            break
-    chosen = []
-    for rank, window in first + spare:
-        if tokens <= 0:
-            break
-        chosen.append((rank, window[: tokens + 2]))
-        tokens -= usable(window)
-    return [window for _, window in sorted(chosen, key=lambda pair: pair[0])]
-
-
-def parts_of(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """Parts of `size` tokens of a stream of them; the last may be shorter."""
-    held: list[int] = []
-    for piece in pieces:
-        held += piece
-        whole = len(held) - len(held) % size
-        yield from (held[i : i + size] for i in range(0, whole, size))
-        del held[:whole]
-    if held:
-        yield held
-
-
-def draw(
-    windows: Iterable[list[int]], most: int, generator: random.Random
-) -> list[list[int]]:
-    """All windows if they are at most `most`, else so many, each as likely as any other
-    (algorithm R: Vitter, ACM Trans. Math. Softw. 11, 1985)."""
-    drawn: list[list[int]] = []
-    for number, window in enumerate(windows):
-        if number < most:
-            drawn.append(window)
-        elif (place := generator.randrange(number + 1)) < most:
-            drawn[place] = window
-    return drawn
-
-
-def split(
-    windows: list[list[int]], holdout: float
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Holds the last windows out, so that at most one text is on both sides."""
-    wanted = holdout * count(windows)
-    first = len(windows)
-    while count(windows[first:]) < wanted:
-        first -= 1
-    return windows[:first], windows[first:]
-
-
 def check_size(args, hidden: int, fitted, held_out) -> None:
     parts, what = [fitted], "to fit"
     if args.translators:
@@ -457,193 +241,6 @@ def check_size(args, hidden: int, fitted, held_out) -> None:
         )
 
 
-def check_finite(args: argparse.Namespace, rows: Rows) -> None:
-    if not np.isfinite(rows.kl).all() or not rows.features.isfinite().all():
-        refuse_overflow(args)
-
-
-def refuse_overflow(args: argparse.Namespace) -> None:
-    sys.exit(f"--dtype {args.dtype}: the model's states or logits overflow")
-
-
-class Exits:
-    """A causal model with exits after some of its layers.
-
-    Args:
-        model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 or OPT of Transformers.
-        cutoffs: numbers of layers, from 1 to one less than the model has.
-    """
-
-    def __init__(self, model: nn.Module, cutoffs: Sequence[int]):
-        self._model = model.requires_grad_(False)
-        decoder = getattr(model.model, "decoder", model.model)
-        self._decoder = decoder
-        if decoder is model.model:
-            tail = [decoder.norm]
-        else:  # OPT; 350m has no final norm, most have no projection
-            tail = [decoder.final_layer_norm, decoder.project_out]
-        self._tail = [module for module in tail if module is not None]
-        self._states: dict[int, torch.Tensor] = {}
-        self._cutoffs = cutoffs
-        self._last = len(decoder.layers)
-        self.translators: list[Translator] = []  # one a cutoff, or none
-        for cutoff in (*cutoffs, self._last):
-            decoder.layers[cutoff - 1].register_forward_hook(self._keep(cutoff))
-
-    def _keep(self, cutoff: int):
-        def hook(module, inputs, output) -> None:
-            is_tuple = isinstance(output, tuple)
-            self._states[cutoff] = output[0] if is_tuple else output
-
-        return hook
-
-    def rows(self, windows: list[list[int]], batch_size: int) -> Iterator[Rows]:
-        """The usable tokens of each window, in order."""
-        for full, states, _, ids in self._run(windows, batch_size):
-            yield self._window(full, states, ids)
-
-    def samples(
-        self, windows: list[list[int]], batch_size: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of the usable tokens of each window: features at the cutoffs, float32 [C, n,
-        hidden]; those after the last layer, [n, hidden], or the states as they are where
-        no norm follows; and what the head then takes, [n, size]."""
-        normed = any("norm" in type(module).__name__.lower() for module in self._tail)
-        for full, states, last, _ in self._run(windows, batch_size):
-            ends = features(last) if normed else last.float()
-            at_cutoffs = torch.stack([features(state[1:]) for state in states])
-            yield at_cutoffs, ends[1:], full[1:].float()
-
-    def divergence(self, full: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """KL in nats, `[n]`, of what the final norm and the head make of features from
-        what the head makes of `full`."""
-        head = self._model.get_output_embeddings()
-        x = features.to(head.weight.dtype)
-        for module in self._tail:
-            x = module(x)
-        p = head(full.to(x.dtype)).float().log_softmax(-1)
-        q = head(x).float().log_softmax(-1)
-        return (p.exp() * (p - q)).sum(-1)
-
-    @property
-    def rows_at_once(self) -> int:
-        """Tokens whose logits may be held."""
-        vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        return max(LOGITS_AT_ONCE // vocabulary, 1)
-
-    @torch.inference_mode()
-    def _run(self, windows: list[list[int]], batch_size: int):
-        """Of each window: the decoder's output, the states at the cutoffs and after
-        the last layer, and the tokens that follow."""
-        device = self._model.device
-        for begin in range(0, len(windows), batch_size):
-            batch = windows[begin : begin + batch_size]
-            # Filled up on the right, where causal attention does not look.
-            ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.int64)
-            for row, window in zip(ids, batch):
-                row[: len(window)] = torch.tensor(window)
-            ids = ids.to(device)
-            full = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
-            for i, window in enumerate(batch):
-                end = len(window) - 1
-                states = [self._states[cutoff][i, :end] for cutoff in self._cutoffs]
-                last = self._states[self._last][i, :end]
-                yield full[i, :end], states, last, ids[i, 1 : end + 1]
-            self._states.clear()
-
-    @torch.inference_mode()
-    def _window(self, full, states, following) -> Rows:
-        head = self._model.get_output_embeddings()
-        step = self.rows_at_once
-        parts = []
-        for begin in range(0, len(following), step):
-            rows = slice(begin, begin + step)
-            next_ids = following[rows, None]
-            p = head(full[rows]).float().log_softmax(-1)
-            base = [entropy(p), -p.gather(-1, next_ids)[:, 0]]
-            leaving = []
-            for index, state in enumerate(states):
-                x = state[rows]
-                if self.translators:
-                    x = self.translators[index](features(x)).to(x.dtype)
-                for module in self._tail:
-                    x = module(x)
-                q = head(x).float().log_softmax(-1)
-                kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)
-                agrees = p.argmax(-1) == q.argmax(-1)
-                nll = -q.gather(-1, next_ids)[:, 0]
-                overlap = torch.minimum(p, q).exp().sum(-1)
-                leaving.append(torch.stack([kl, entropy(q), nll, agrees, overlap]))
-            parts.append((torch.stack(base), torch.stack(leaving)))
-        base = torch.cat([part[0] for part in parts], -1).double().cpu().numpy()
-        leaving = torch.cat([part[1] for part in parts], -1).double().cpu().numpy()
-        kl, exit_entropy, exit_nll, agrees, overlap = leaving[:, :, 1:].swapaxes(0, 1)
-        return Rows(
-            features=torch.stack([features(state[1:]) for state in states]),
-            kl=kl,
-            exit_entropy=exit_entropy,
-            exit_nll=exit_nll,
-            agrees=agrees.astype(bool),
-            full_nll=base[1, 1:],
-            lagged_entropy=base[0, :-1],
-            overlap=overlap,
-        )
-
-
-def features(states: torch.Tensor) -> torch.Tensor:
-    """float32 of the states' shape: each divided by its root mean square."""
-    x = states.float()
-    return x / (x.square().mean(-1, keepdim=True) + RMS_EPSILON).sqrt()
-
-
-def entropy(logprobs: torch.Tensor) -> torch.Tensor:
-    return -(logprobs.exp() * logprobs).sum(-1)
-
-
-def progress(exits: Exits, windows, batch_size: int, name: str) -> Iterator[Rows]:
-    with tqdm(total=count(windows), desc=name, unit="tok", **BAR) as bar:
-        for rows in exits.rows(windows, batch_size):
-            yield rows
-            bar.update(len(rows.full_nll))
-
-
-class NormalEquations:
-    """Sums of a least-squares fit, in float64, as tokens come by."""
-
-    def __init__(self, size: int, outputs: int):
-        self.count = 0
-        self._x = torch.zeros(size, dtype=torch.float64)
-        self._y = torch.zeros(outputs, dtype=torch.float64)
-        self._xx = torch.zeros(size, size, dtype=torch.float64)
-        self._xy = torch.zeros(size, outputs, dtype=torch.float64)
-
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Takes in features `[n, size]` and targets `[n, outputs]`."""
-        x, y = x.double(), y.to(x.device).double()
-        if self._xx.device != x.device:
-            self._x, self._y, self._xx, self._xy = (
-                sums.to(x.device) for sums in (self._x, self._y, self._xx, self._xy)
-            )
-        self.count += len(x)
-        self._x += x.sum(0)
-        self._y += y.sum(0)
-        self._xx += x.T @ x
-        self._xy += x.T @ y
-
-    def solve(self, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Minimises the mean square error + strength * |weight|², the intercept free.
-
-        Returns:
-            Weights float64 `[size, outputs]` and intercepts `[outputs]`.
-        """
-        mean, mean_y = self._x / self.count, self._y / self.count
-        centred = self._xx / self.count - torch.outer(mean, mean)
-        moment = self._xy / self.count - torch.outer(mean, mean_y)
-        centred.diagonal().add_(strength)
-        weight = torch.linalg.solve(centred, moment)
-        return weight, mean_y - mean @ weight
-
-
 def mean_divergence(args, exits: Exits, windows) -> np.ndarray:
     """Mean KL of each cutoff, float64 `[C]`."""
     total, tokens = np.zeros(len(args.cutoffs)), 0
@@ -652,200 +249,6 @@ def mean_divergence(args, exits: Exits, windows) -> np.ndarray:
         total += rows.kl.sum(1)
         tokens += rows.kl.shape[1]
     return total / tokens
-
-
-def fit(
-    args, exits: Exits, windows, hidden_size: int
-) -> tuple[list[Translator], Probes]:
-    """Translators, and probes of what leaving with them costs on text that they have
-    not seen: of each half of the windows, with translators fitted to the other half."""
-    if not args.translators:
-        return [], fit_probes(args, exits, [(windows, [])], hidden_size)
-    first, second = split(windows, 0.5)
-    unseen = [
-        (first, fit_translators(args, exits, second, hidden_size)),
-        (second, fit_translators(args, exits, first, hidden_size)),
-    ]
-    probes = fit_probes(args, exits, unseen, hidden_size)
-    return fit_translators(args, exits, windows, hidden_size), probes
-
-
-def fit_translators(args, exits: Exits, windows, hidden_size: int) -> list[Translator]:
-    size, width = count(windows), args.translator_width or hidden_size
-    xs = scratch(args, (len(args.cutoffs), size, hidden_size), np.float16)
-    fulls, filled = None, 0
-    equations = [NormalEquations(hidden_size, hidden_size) for _ in args.cutoffs]
-    with tqdm(total=size, desc="states", unit="tok", **BAR) as bar:
-        for at_cutoffs, ends, full in exits.samples(windows, args.batch_size):
-            if not at_cutoffs.isfinite().all() or not full.isfinite().all():
-                refuse_overflow(args)
-            if fulls is None:
-                fulls = scratch(args, (size, full.shape[1]), np.float32)
-            new = slice(filled, filled + len(full))
-            xs[:, new], fulls[new] = at_cutoffs.cpu().numpy(), full.cpu().numpy()
-            for sums, x in zip(equations, at_cutoffs):
-                sums.add(x, ends)
-            filled = new.stop
-            bar.update(len(full))
-    return [
-        fit_translator(exits, x, fulls, sums, width, args.device)
-        for x, sums in zip(xs, equations)
-    ]
-
-
-def fit_translator(
-    exits: Exits,
-    x: np.ndarray,
-    full: np.ndarray,
-    linear: NormalEquations,
-    width: int,
-    device: str,
-) -> Translator:
-    """The least divergence from full depth.
-
-    Args:
-        x: features `[n, hidden]`.
-        full: what the head takes at full depth, `[n, size]`.
-        linear: gives the map to begin with.
-    """
-    weight, bias = linear.solve(STRENGTH)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        first = nn.Linear(x.shape[1], width)
-    start = weight.T, bias, first.weight, first.bias, torch.zeros(len(weight), width)
-    tensors = [
-        tensor.detach().to(device, torch.float32).requires_grad_() for tensor in start
-    ]
-    translator = Translator(*tensors)
-
-    def loss(rows: np.ndarray) -> torch.Tensor:
-        inputs = torch.from_numpy(x[rows]).to(device).float()
-        return exits.divergence(
-            torch.from_numpy(full[rows]).to(device), translator(inputs)
-        )
-
-    groups = [
-        {"params": tensors[:4], "lr": RATE / x.shape[1]},
-        {"params": tensors[4:], "lr": RATE / width},
-    ]
-    at_once = exits.rows_at_once
-    some = np.random.default_rng(0).choice(len(x), min(len(x), SOME), replace=False)
-
-    @torch.no_grad()
-    def mean_loss() -> float:
-        parts = [some[i : i + at_once] for i in range(0, len(some), at_once)]
-        return sum(loss(part).sum().item() for part in parts) / len(some)
-
-    before, begun_with = mean_loss(), [tensor.detach().clone() for tensor in tensors]
-    descend("translator", groups, len(x), loss, at_once)
-    # Where a linear map is nearly right, steps can lead away from it.
-    if not mean_loss() < before:
-        return Translator(*begun_with)
-    return Translator(*(tensor.detach() for tensor in tensors))
-
-
-def fit_probes(
-    args,
-    exits: Exits,
-    parts: Sequence[tuple[list[list[int]], list[Translator]]],
-    hidden_size: int,
-) -> Probes:
-    """
-    Args:
-        parts: windows, and the translators with which their tokens leave.
-    """
-    size = sum(count(windows) for windows, _ in parts)
-    shape = len(args.cutoffs), size, hidden_size
-    xs, filled = scratch(args, shape, np.float16), 0
-    costs, agrees, overlap = np.empty((3, *shape[:2]))
-    for windows, translators in parts:
-        exits.translators = translators
-        for rows in progress(exits, windows, args.batch_size, "costs"):
-            check_finite(args, rows)
-            new = slice(filled, filled + rows.kl.shape[1])
-            xs[:, new] = rows.features.cpu().numpy()
-            costs[:, new] = np.sqrt(rows.kl)
-            agrees[:, new], overlap[:, new] = rows.agrees, rows.overlap
-            filled = new.stop
-    wide, narrow = args.probe_width, min(args.probe_width, ACCEPTANCE_WIDTH)
-    return Probes(
-        costs=[fit_probe(x, y, wide, args.device) for x, y in zip(xs, costs)],
-        greedy=[fit_probe(x, y, narrow, args.device, True) for x, y in zip(xs, agrees)],
-        sampled=[
-            fit_probe(x, y, narrow, args.device, True) for x, y in zip(xs, overlap)
-        ],
-    )
-
-
-def fit_probe(
-    x: np.ndarray, y: np.ndarray, width: int, device: str, is_chance: bool = False
-) -> nn.Sequential:
-    """Fits targets `[n]` from features `[n, hidden]`: by least squares, or, where they
-    are probabilities, their logits by cross-entropy."""
-    target = torch.from_numpy(y).float()
-    mean, spread = torch.zeros(()), torch.ones(())
-    if not is_chance:
-        mean, spread = target.mean(), target.std().clamp(min=1e-6)
-    target = (target - mean) / spread
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        first, last = nn.Linear(x.shape[1], width), nn.Linear(width, 1)
-    probe = nn.Sequential(first, nn.GELU(), last).to(device)
-
-    def loss(rows: np.ndarray) -> torch.Tensor:
-        inputs = torch.from_numpy(x[rows]).to(device).float()
-        outputs, wanted = probe(inputs).squeeze(1), target[rows].to(device)
-        if is_chance:
-            return F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")
-        return (outputs - wanted).square()
-
-    groups = [
-        {"params": layer.parameters(), "lr": RATE / layer.in_features}
-        for layer in (first, last)
-    ]
-    descend("probe", groups, len(x), loss, BATCH)
-    with torch.no_grad():
-        last.weight.mul_(spread)
-        last.bias.mul_(spread).add_(mean)
-    return probe
-
-
-def descend(
-    name: str,
-    groups: list[dict],
-    size: int,
-    loss: Callable[[np.ndarray], torch.Tensor],
-    at_once: int,
-) -> None:
-    """Fits the parameters in `groups` to `size` samples.
-
-    Args:
-        loss: of samples by their indices, `[n]`; of not more than `at_once`.
-    """
-    optimizer = torch.optim.AdamW(groups, weight_decay=DECAY)
-    rng = np.random.default_rng(0)
-    order = np.concatenate([rng.permutation(size) for _ in range(EPOCHS)])
-    batches = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [group["lr"] for group in groups], total_steps=len(batches)
-    )
-    for batch in tqdm(batches, desc=name, unit="step", **BAR):
-        optimizer.zero_grad()
-        for begin in range(0, len(batch), at_once):
-            (loss(batch[begin : begin + at_once]).sum() / len(batch)).backward()
-        optimizer.step()
-        schedule.step()
-
-
-def scratch(args, shape: tuple[int, ...], dtype: type[np.floating]) -> np.ndarray:
-    """An array in a file beside the output, which goes with it."""
-    try:
-        with tempfile.TemporaryFile(dir=args.output.parent) as file:
-            # Now, not when a page of it is written, which a full disk would end.
-            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype().itemsize)
-            return np.memmap(file, dtype, "r+", shape=shape)
-    except OSError as error:
-        sys.exit(f"--output {args.output}: no scratch file beside it: {error}")
 
 
 @torch.inference_mode()

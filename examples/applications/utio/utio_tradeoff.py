@@ -86,6 +86,8 @@ from utio_frontier import (
     show,
     write_csv,
 )
+from utio_states import Exits, Translator, progress
+from utio_texts import Text, chunks_of, parts_of, read_texts
 from utio_ways import AtTheCutoff, BeforeTheStep, Chosen, ExitHead
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.depth.calibration import Calibration, load_calibration
@@ -246,14 +248,14 @@ class Sweep:
         1 where the greedy choice is another."""
         args = self.args
         model = calibrate.load_model(args.model, args.dtype, "cpu")
-        exits = calibrate.Exits(model, args.cutoffs)
+        exits = Exits(model, args.cutoffs)
         if args.calibration and (loaded := self.calibration().translators):
             exits.translators = [
-                calibrate.Translator(*loaded[cutoff]) for cutoff in args.cutoffs
+                Translator(*loaded[cutoff]) for cutoff in args.cutoffs
             ]
         found: dict = {oracle: {} for oracle in ORACLES}
         windows = self.windows.tolist()
-        for n, rows in enumerate(calibrate.progress(exits, windows, 8, "oracle")):
+        for n, rows in enumerate(progress(exits, windows, 8, "oracle")):
             of_oracle = {
                 ORACLE: rows.kl,
                 ORACLE_PERPLEXITY: rows.exit_nll - rows.full_nll,
@@ -396,14 +398,14 @@ def read_windows(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
         int64 `[sequences, prompt + forced]`, and the text that each is of, `[sequences]`.
     """
     tokenizer = calibrate.load_tokenizer(args.model)
-    texts = calibrate.read_texts(args, held_out=True)
+    texts = read_texts(args, held_out=True)
     length = args.prompt_length + args.forced_length
     prefix = tokenizer.encode("")
     encoder = Encoder(tokenizer, special_tokens=False)
 
-    def windows_of(text: calibrate.Text, most: int) -> list[list[int]]:
-        pieces = encode_stream(encoder, calibrate.chunks_of(text))
-        parts = calibrate.parts_of(pieces, length - len(prefix))
+    def windows_of(text: Text, most: int) -> list[list[int]]:
+        pieces = encode_stream(encoder, chunks_of(text))
+        parts = parts_of(pieces, length - len(prefix))
         windows = (prefix + part for part in parts)
         return [*islice((w for w in windows if len(w) == length), most)]
 

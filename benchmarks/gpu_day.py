@@ -96,9 +96,12 @@ def run(parts: list[str], device: str) -> Iterator[dict]:
     """Runs the parts of a process; their records: status, seconds, tables and problems.
 
     After a part that ended the process there are no others.
+
+    Raises:
+        KeyboardInterrupt: after the parts that had ended by then.
     """
     limit = sum(LIMITS[part] for part in parts) * SLOWER[device]
-    begin = time.monotonic()
+    begin, interrupt = time.monotonic(), None
     with tempfile.TemporaryDirectory() as folder:
         argv, environment = command(parts, device, Path(folder))
         log = Path(folder) / "log"
@@ -111,12 +114,16 @@ def run(parts: list[str], device: str) -> Iterator[dict]:
                 status = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = f"took more than {limit} s"
+            except KeyboardInterrupt as error:
+                status, interrupt = 0, error
             finally:
                 end_group(process)
         whole = round(time.monotonic() - begin, 1)
         for part in parts:
             record = {"part": part, "tables": [], "problems": [], "seconds": whole}
             result = Path(folder) / f"{part}.json"
+            if interrupt and not result.exists():
+                raise interrupt
             if result.exists():
                 record |= json.loads(result.read_text())
             else:
@@ -127,6 +134,8 @@ def run(parts: list[str], device: str) -> Iterator[dict]:
             yield record
             if not result.exists():
                 return
+    if interrupt:
+        raise interrupt
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -203,12 +212,14 @@ def main() -> None:
     left = [part for part in args.parts if not journal.passed(part)]
     for parts in processes_of(left, args.device):
         print(f"{', '.join(parts)}: runs", flush=True)
-        for record in run(parts, args.device):
-            journal.add(record)
-            print(f"{record['part']}: {record['status']}, {record['seconds']} s", flush=True)
-        (args.out / "report.md").write_text(report(journal, [*LIMITS]))
-        found = {"machine": journal.about, "parts": [*journal.records.values()]}
-        (args.out / "report.json").write_text(json.dumps(found, indent=2) + "\n")
+        try:
+            for record in run(parts, args.device):
+                journal.add(record)
+                print(f"{record['part']}: {record['status']}, {record['seconds']} s", flush=True)
+        finally:
+            (args.out / "report.md").write_text(report(journal, [*LIMITS]))
+            found = {"machine": journal.about, "parts": [*journal.records.values()]}
+            (args.out / "report.json").write_text(json.dumps(found, indent=2) + "\n")
     print(f"attach to an issue: {args.out}/report.md and report.json")
     failed = [part for part in args.parts if not journal.passed(part)]
     if failed:

@@ -2,6 +2,7 @@
 """A GPU day, dry: every part of it runs on the CPU, on models that are small."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,25 @@ def test_what_passed_is_not_run_again(whole):
     assert done.returncode == 0, done.stderr
     assert [f"{part}: passed before" in done.stdout for part in PARTS] == [True] * len(PARTS)
     assert (whole / "report.json").read_text() == before
+
+
+def test_what_had_ended_before_an_interrupt_is_kept(tmp_path, monkeypatch):
+    """In a process of several parts: here one that ends one part and is interrupted."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu_day
+
+    def command(parts, device, out):
+        # Not before the program waits for it.
+        script = f"echo '{{}}' > {out}/{parts[0]}.json; sleep 1; kill -INT $PPID; sleep 60"
+        return ["sh", "-c", script], dict(os.environ)
+
+    monkeypatch.setattr(gpu_day, "command", command)
+    argv = ["gpu_day.py", "--device=cpu", "--parts", "speed", "memory", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_day.main()
+    report = (tmp_path / "report.md").read_text()
+    assert "| speed | passed |" in report and "| memory | not run |" in report
 
 
 def test_what_failed_is_told_and_run_again(tmp_path):

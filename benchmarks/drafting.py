@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting by early exits against plain decoding, n-gram lookup and routing.
 
-    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 1 2 3 6 9 \\
-        --tokens 80000 --output FILE
+    .venv/bin/python examples/applications/utio/utio_calibrate.py --cutoffs 2 3 6 9 \\
+        --output FILE
     taskset -c 0 .venv/bin/python benchmarks/drafting.py --calibration FILE
 
 The reference model, which was trained with early exits, is inflated to width 1,024, so

@@ -113,6 +113,7 @@ REFUSED = {
     "more layers": (["--cutoffs", str(LAYERS + 3)], "--cutoffs"),
     "a cutoff twice": (["--cutoffs", "3", "3"], "--cutoffs"),
     "few tokens": (["--tokens", "100"], "--tokens"),
+    "few tokens in a half": (["--tokens", "360", "--holdout", "0.35"], "--tokens"),
     "no tokens": (["--tokens", "0"], "--tokens"),
     "no probe": (["--probe-width", "0"], "--probe-width"),
     "no translator": (["--translator-width", "0"], "--translator-width"),

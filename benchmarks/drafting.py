@@ -11,8 +11,13 @@ stays the same). FILE is what the first command fitted to it.
 Each way is an engine in a process of its own, compiled where its name does not say eager.
 They answer the same prompts, of held-out source files, by turns; a ratio is one turn's
 tokens a second by those of a plain engine in the same round. Prefill is part of a turn, and
-short. A gate's trial comes before; its later looks at other ways are part of a turn. Routing
-lets all tokens leave after 9 of 12 layers, so it costs quality, unlike all others.
+short. Routing lets all tokens leave after 9 of 12 layers, so it costs quality, unlike all
+others.
+
+Two engines differ by some per cent, even of the same kind. So an engine with a gate takes
+each turn twice, once *held*: its gate is taken away and nothing is drafted or routed.
+*times held* is what the gate gains or loses in one engine. Its trials come before; its later
+looks at other ways are part of a turn.
 
 *tokens a round* are the tokens that a request gets from a pass through all layers;
 *ideal* is what that would gain if a pass and a draft cost what the weights say that they
@@ -20,9 +25,11 @@ read, and nothing else.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +39,11 @@ from processes import Worker
 REFERENCE = processes.ROOT / "examples" / "reference_model"
 NUM_LAYERS = 12
 PROMPT = 64
-TRIAL = 400
-"""Tokens of each request after which a gate's trial has ended."""
+TRIAL = 8
+"""Calls after which a gate's trials have ended, of all contexts that there are."""
 PLAIN, PLAIN_EAGER = "plain", "plain, eager"
+AGAIN = "plain, another engine"
+"""Shows what differs between two starts of the same."""
 
 
 class Engine:
@@ -59,6 +68,17 @@ class Engine:
             speculative_config=speculative,
             **routing or {},
         )
+
+    def hold(self, held: bool) -> None:
+        """Takes an engine's gate away, or gives it back."""
+        from vllm.v1.worker.depth.draft_gate import Way
+
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        gate = worker.model_runner.depth_router.gate
+        if held:
+            gate.choose = lambda *args: Way()
+        else:
+            del gate.choose
 
     def generate(
         self, prompts: list[list[int]], tokens: int, temperature: float, seed: int
@@ -111,6 +131,7 @@ def ways(calibration: Path) -> dict[str, dict]:
     return {
         PLAIN: dict(speculative=None, **compiled),
         PLAIN_EAGER: dict(speculative=None, **eager),
+        AGAIN: dict(speculative=None, **compiled),
         "n-gram, k = 3": dict(speculative=ngram, **compiled),
         "exit after 3, k ≤ 6, chance ≥ 0.5": dict(
             speculative=early_exit(3, 6, 0.5), **compiled
@@ -131,6 +152,10 @@ def ways(calibration: Path) -> dict[str, dict]:
         ),
         "exit after 3, k = 2, eager": dict(speculative=early_exit(3, 2, 0), **eager),
     }
+
+
+def has_draft_gate(name: str) -> bool:
+    return name.startswith("exit") and name.endswith("gate")
 
 
 def inflated() -> Path:
@@ -182,6 +207,10 @@ def main() -> None:
     parser.add_argument("--no-eager", action="store_true", help="only what is compiled")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--starts", type=int, default=1,
+        help="of each engine, whose speed differs from start to start",
+    )  # fmt: skip
     args = parser.parse_args()
     model = inflated()
     sys.path.insert(0, str(REFERENCE))
@@ -194,43 +223,96 @@ def main() -> None:
     chosen = {
         name: options
         for name, options in ways(wide).items()
-        if not args.ways or any(word in name for word in ("plain", *args.ways))
+        if not args.ways
+        or name in (PLAIN, PLAIN_EAGER)
+        or any(word in name for word in args.ways)
         if not (args.no_eager and options["eager"])
     }
-    workers = {name: Worker(__file__, "v1") for name in chosen}
-    try:
-        for name, options in chosen.items():
-            workers[name].call("start", model=str(model), dtype=args.dtype, **options)
-        for batch, temperature in cases:
-            compare(args, workers, chosen, prompts, batch, temperature)
-    finally:
-        for worker in workers.values():
-            worker.__exit__()
+    turns = [Turns(batch, temperature, chosen) for batch, temperature in cases]
+    for start in range(args.starts):
+        # On a CPU, weights in small pages are a sixth slower and differ with where they lie.
+        huge = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        workers = {name: Worker(__file__, "v1", **huge) for name in chosen}
+        try:
+            for name, options in chosen.items():
+                workers[name].call("start", model=str(model), dtype=args.dtype, **options)
+            for case in turns:
+                measure(args, workers, prompts, case)
+                if start == args.starts - 1:
+                    show(args, chosen, case)
+        finally:
+            for worker in workers.values():
+                worker.__exit__()
 
 
-def compare(args, workers, ways, prompts, batch: int, temperature: float) -> None:
-    job = dict(tokens=args.tokens, temperature=temperature)
-    for name, worker in workers.items():  # what the first call alone does
-        tokens = {"tokens": TRIAL if name.endswith("gate") else 16}
-        worker.call("generate", prompts=prompts[:batch], seed=1, **job | tokens)
-    seconds = {name: [] for name in workers}
-    counts = {name: np.zeros(4) for name in workers}
+class Turns:
+    """What was measured at one batch size and temperature."""
+
+    def __init__(self, batch: int, temperature: float, names: Iterable[str]):
+        self.batch, self.temperature = batch, temperature
+        self.seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+        """Of each way, a list a start of its engine, with a number a turn."""
+        self.held = {name: [] for name in names if has_draft_gate(name)}
+        """The same of engines whose gate is taken away."""
+        self.counts = {name: np.zeros(4) for name in names}
+
+    def ratio(self, name: str, plain: str) -> str:
+        """Times as fast as a plain engine: the median, with the least and the greatest, of
+        the turns of one start, or of several starts' medians."""
+        starts = [
+            [a / b for a, b in zip(*each)]
+            for each in zip(self.seconds[plain], self.seconds[name])
+        ]
+        if len(starts) == 1:
+            return processes.ratio(starts[0])
+        return processes.ratio([statistics.median(ratios) for ratios in starts])
+
+    def gain(self, name: str) -> str:
+        """Times as fast as with the gate taken away: the mean of all turns with its
+        standard error."""
+        turns = zip(itertools.chain(*self.held[name]), itertools.chain(*self.seconds[name]))
+        ratios = [held / own for held, own in turns]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0
+        return f"{statistics.mean(ratios):.3f} ± {error:.3f}"
+
+
+def measure(args, workers: dict[str, Worker], prompts, case: Turns) -> None:
+    """The turns of one start of the engines."""
+    batch = case.batch
+    job = dict(tokens=args.tokens, temperature=case.temperature)
+    for name, worker in workers.items():
+        # What the first calls alone do.
+        for n in range(TRIAL if name.endswith("gate") else 1):
+            worker.call("generate", prompts=prompts[:batch], seed=n, **job)
+        case.seconds[name].append([])
+        if name in case.held:
+            case.held[name].append([])
     for n in range(args.rounds):
         mine = [prompts[(n * batch + i) % len(prompts)] for i in range(batch)]
+        call = dict(prompts=mine, seed=1000 * n) | job
         for name, worker in workers.items():
-            found = worker.call("generate", prompts=mine, seed=1000 * n, **job)
-            seconds[name].append(found["seconds"])
-            counts[name] += found["counts"]
-    generated = args.rounds * batch * (args.tokens - 1)  # the first one is prefill's
+            turns = [False, True] if name in case.held else [False]
+            for held in turns[:: -1 if n % 2 else 1]:
+                if held:
+                    worker.call("hold", held=True)
+                    found = worker.call("generate", **call)
+                    worker.call("hold", held=False)
+                    case.held[name][-1].append(found["seconds"])
+                else:
+                    found = worker.call("generate", **call)
+                    case.seconds[name][-1].append(found["seconds"])
+                    case.counts[name] += found["counts"]
+
+
+def show(args, ways: dict[str, dict], case: Turns) -> None:
+    batch, seconds = case.batch, case.seconds
+    calls = args.starts * args.rounds
+    generated = calls * batch * (args.tokens - 1)  # the first one is prefill's
     rows, plains = [], [name for name in (PLAIN, PLAIN_EAGER) if name in seconds]
     for name, options in ways.items():
         speculative = options["speculative"]
-        _, drafted, accepted, routed = counts[name]
+        _, drafted, accepted, routed = case.counts[name]
         rounds = generated - accepted
-        ratios = [
-            processes.ratio([a / b for a, b in zip(seconds[plain], seconds[name])])
-            for plain in plains
-        ]
         ideal = generated / rounds
         drafting = speculative or {}
         exit_layer = drafting.get("exit_layer")
@@ -238,24 +320,29 @@ def compare(args, workers, ways, prompts, batch: int, temperature: float) -> Non
         mixed = isinstance(exit_layer, list) or (exit_layer and "prompt_lookup_max" in drafting)
         if exit_layer and not mixed:
             ideal /= 1 + draft_cost(exit_layer) * drafted / rounds
-        rate = batch * args.tokens / statistics.median(seconds[name])
+        rate = batch * args.tokens / statistics.median(itertools.chain(*seconds[name]))
         rows.append([
             name,
             f"{accepted / drafted:.2f}" if drafted else "",
             f"{drafted / rounds:.2f}" if drafted else "",
             f"{generated / rounds:.2f}",
             "" if mixed else f"{ideal:.2f}",
-            f"{routed / (args.rounds * (args.tokens - 1)):.2f}" if options.get("routing") else "",
-            *ratios,
+            f"{routed / (calls * (args.tokens - 1)):.2f}" if options.get("routing") else "",
+            case.gain(name) if name in case.held else "",
+            *(case.ratio(name, plain) for plain in plains),
             f"{rate:.1f}",
         ])  # fmt: skip
+    temperature = case.temperature
     kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    starts = f", {args.starts} starts" * (args.starts > 1)
     processes.show(
         f"drafting-{batch}-{temperature:g}",
-        f"Drafting, batch {batch}, {kind}, {args.dtype}",
+        f"Drafting, batch {batch}, {kind}, {args.dtype}{starts}",
         ["way", "accepted", "drafts a round", "tokens a round", "ideal", "steps routed",
-         *(f"times {plain}" for plain in plains), "tokens a second"],
+         "times held", *(f"times {plain}" for plain in plains), "tokens a second"],
         rows,
+        seconds=seconds,
+        held=case.held,
     )  # fmt: skip
 
 

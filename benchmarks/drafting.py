@@ -10,9 +10,9 @@ that its products cost what those of a model in use cost (`inflate.py`; what it 
 stays the same). FILE is what the first command fitted to it.
 Each way is an engine in a process of its own, compiled where its name does not say eager.
 They answer the same prompts, of held-out source files, by turns; a ratio is one turn's
-tokens a second by those of a plain engine in the same round. Prefill is part of a turn, and
-short. Routing lets all tokens leave after 9 of 12 layers, so it costs quality, unlike all
-others.
+tokens a second by those of a plain engine in the same round, from the end of prefill to when
+the first request ends, so that all of them decode. Routing lets all tokens leave after 9 of 12
+layers, so it costs quality, unlike all others.
 
 Two engines differ by some per cent, even of the same kind. So an engine with a gate takes
 each turn twice, once *held*: its gate is taken away and nothing is drafted or routed.
@@ -83,25 +83,46 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], tokens: int, temperature: float, seed: int
     ) -> dict:
-        """Seconds of one call, and what was done in it: requests' rounds with drafts,
-        drafts, those that were accepted, routed steps."""
+        """What was done, and in how many seconds, from the end of prefill to when the
+        first request has so many tokens. Requests whose drafts are accepted less often
+        would go on for longer and by themselves."""
         from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
-        params = [
-            SamplingParams(
+        engine = self.llm.llm_engine
+        lengths = {f"{n}": 0 for n in range(len(prompts))}
+        for (name, _), ids in zip(lengths.items(), prompts):
+            params = SamplingParams(
                 max_tokens=tokens, temperature=temperature, ignore_eos=True,
-                detokenize=False, seed=seed + i if temperature else None,
-            )
-            for i in range(len(prompts))
-        ]  # fmt: skip
-        requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        before = self.counts()
+                detokenize=False, seed=seed + int(name) if temperature else None,
+                output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+            engine.add_request(name, TokensPrompt(prompt_token_ids=ids), params)
+
+        def step() -> None:
+            for output in engine.step():
+                lengths[output.request_id] += len(output.outputs[0].token_ids)
+
+        while not all(lengths.values()):
+            step()
+        before, of_prefill, steps = self.counts(), sum(lengths.values()), 0
         begin = time.perf_counter()
-        self.llm.generate(requests, params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "counts": self.counts() - before}
+        while max(lengths.values()) < tokens:
+            step()
+            steps += 1
+        done = {
+            "seconds": time.perf_counter() - begin,
+            "tokens": sum(lengths.values()) - of_prefill,
+            "steps": steps,
+            "counts": self.counts() - before,
+        }
+        engine.abort_request([*lengths])
+        while engine.has_unfinished_requests():
+            engine.step()
+        return done
 
     def counts(self) -> np.ndarray:
+        """Requests' rounds with drafts, drafts, those that were accepted, routed steps."""
         values = {metric.name: metric for metric in self.llm.get_metrics()}
         names = ("drafts", "draft_tokens", "accepted_tokens")
         keys = [f"vllm:spec_decode_num_{name}" for name in names]
@@ -251,10 +272,12 @@ class Turns:
     def __init__(self, batch: int, temperature: float, names: Iterable[str]):
         self.batch, self.temperature = batch, temperature
         self.seconds: dict[str, list[list[float]]] = {name: [] for name in names}
-        """Of each way, a list a start of its engine, with a number a turn."""
+        """A token, of each way: a list a start of its engine, with a number a turn."""
         self.held = {name: [] for name in names if has_draft_gate(name)}
         """The same of engines whose gate is taken away."""
         self.counts = {name: np.zeros(4) for name in names}
+        self.tokens = dict.fromkeys(names, 0)
+        self.steps = dict.fromkeys(names, 0)
 
     def ratio(self, name: str, plain: str) -> str:
         """Times as fast as a plain engine: the median, with the least and the greatest, of
@@ -297,21 +320,22 @@ def measure(args, workers: dict[str, Worker], prompts, case: Turns) -> None:
                     worker.call("hold", held=True)
                     found = worker.call("generate", **call)
                     worker.call("hold", held=False)
-                    case.held[name][-1].append(found["seconds"])
+                    case.held[name][-1].append(found["seconds"] / found["tokens"])
                 else:
                     found = worker.call("generate", **call)
-                    case.seconds[name][-1].append(found["seconds"])
+                    case.seconds[name][-1].append(found["seconds"] / found["tokens"])
                     case.counts[name] += found["counts"]
+                    case.tokens[name] += found["tokens"]
+                    case.steps[name] += found["steps"]
 
 
 def show(args, ways: dict[str, dict], case: Turns) -> None:
     batch, seconds = case.batch, case.seconds
-    calls = args.starts * args.rounds
-    generated = calls * batch * (args.tokens - 1)  # the first one is prefill's
     rows, plains = [], [name for name in (PLAIN, PLAIN_EAGER) if name in seconds]
     for name, options in ways.items():
         speculative = options["speculative"]
         _, drafted, accepted, routed = case.counts[name]
+        generated = case.tokens[name]
         rounds = generated - accepted
         ideal = generated / rounds
         drafting = speculative or {}
@@ -320,14 +344,14 @@ def show(args, ways: dict[str, dict], case: Turns) -> None:
         mixed = isinstance(exit_layer, list) or (exit_layer and "prompt_lookup_max" in drafting)
         if exit_layer and not mixed:
             ideal /= 1 + draft_cost(exit_layer) * drafted / rounds
-        rate = batch * args.tokens / statistics.median(itertools.chain(*seconds[name]))
+        rate = 1 / statistics.median(itertools.chain(*seconds[name]))
         rows.append([
             name,
             f"{accepted / drafted:.2f}" if drafted else "",
             f"{drafted / rounds:.2f}" if drafted else "",
             f"{generated / rounds:.2f}",
             "" if mixed else f"{ideal:.2f}",
-            f"{routed / (calls * (args.tokens - 1)):.2f}" if options.get("routing") else "",
+            f"{routed / case.steps[name]:.2f}" if options.get("routing") else "",
             case.gain(name) if name in case.held else "",
             *(case.ratio(name, plain) for plain in plains),
             f"{rate:.1f}",

@@ -276,12 +276,14 @@ def drafting(device: str) -> dict:
                             temperature=0.0, seed=n,
                         )
                     )  # fmt: skip
-            plain = [one["seconds"] for one in found["plain"]][1:]
+            found = {name: results[1:] for name, results in found.items()}
+            plain = [one["tokens"] / one["seconds"] for one in found["plain"]]
             for name, results in found.items():
-                drafted, accepted = sum(one["counts"] for one in results[1:])[1:3]
-                ratios = [a / b["seconds"] for a, b in zip(plain, results[1:])]
+                drafted, accepted = sum(one["counts"] for one in results)[1:3]
+                rates = [one["tokens"] / one["seconds"] for one in results]
+                ratios = [b / a for a, b in zip(plain, rates)]
                 share = f"{accepted / drafted:.2f}" if drafted else ""
-                rate = batch * tokens / statistics.median(plain)
+                rate = statistics.median(plain)
                 rows.append([batch, name, share, processes.ratio(ratios), f"{rate:.0f}"])
     columns = ["batch", "way", "accepted", "times as fast", "plain, tokens a second"]
     title = f"Drafting, greedy, {dtype}, no calibration"

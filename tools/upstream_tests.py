@@ -150,7 +150,7 @@ def _run(
     """Run tests in a folder; ``path`` is where modules are looked for first."""
     skipped = [f"--deselect={entry}" for entry in deselected(checkout)]
     command = [sys.executable, "-s", "-m", "pytest", *PYTEST_OPTIONS]
-    command += [*skipped, *options]
+    command += [*skipped, "-p", "no_global_cleanup", *options]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     # Two patches can change a file within the second that bytecode is dated by.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"

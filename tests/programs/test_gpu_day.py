@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,8 +71,13 @@ def test_what_had_ended_before_an_interrupt_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_day, "command", command)
     argv = ["gpu_day.py", "--device=cpu", "--parts", "speed", "memory", f"--out={tmp_path}"]
     monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(KeyboardInterrupt):
-        gpu_day.main()
+    # Tests that a shell runs in the background ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu_day.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
     report = (tmp_path / "report.md").read_text()
     assert "| speed | passed |" in report and "| memory | not run |" in report
 

@@ -154,7 +154,7 @@ def _run(
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     # Two patches can change a file within the second that bytecode is dated by.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    ours = checkout.root / "tests"
+    ours = HERE.root / "tests"
 
     def first(*folders: Path) -> dict[str, str]:
         return {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (*folders, path))))}

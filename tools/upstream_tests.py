@@ -154,6 +154,7 @@ def _run(
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     # Two patches can change a file within the second that bytecode is dated by.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    environment["SPAWN_ENGINES"] = "1"  # with tests' own engines in the process
     ours = HERE.root / "tests"
 
     def first(*folders: Path) -> dict[str, str]:

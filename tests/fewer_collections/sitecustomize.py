@@ -6,10 +6,17 @@ the import, and to do so when Python ends as much again: what is frozen is left 
 than a tenth is scikit-learn and SciPy's signals, which Transformers and vLLM import where
 they are installed, as lm-eval has them, for a way of generating that is not vLLM's and
 for audio. Python runs a module of this name at start.
+
+And on a CPU vLLM has each engine of a server import all of it once more: here it is a fork
+of the server, as on GPUs by default, unless `SPAWN_ENGINES` is set. Workers of one engine
+are not, since OpenMP takes its cores as it is loaded. Nor is what the tests' own process
+starts, which would have the engines and the threads that are there.
 """
 
 import atexit
 import gc
+import multiprocessing
+import os
 import sys
 
 
@@ -25,8 +32,20 @@ class FreezeBeforeEngines:
             gc.freeze()
 
 
+def get_context(method: str | None = None):
+    """A fork where vLLM asks for a way to start an engine."""
+    asks = sys._getframe(1)
+    if asks.f_globals.get("__name__") == "vllm.utils.system_utils":
+        if asks.f_back.f_globals["__name__"].startswith("vllm.v1.engine."):
+            method = "fork"
+    return _get_context(method)
+
+
 gc.set_threshold(50_000, 20, 20)
 sys.meta_path.insert(0, FreezeBeforeEngines)
 atexit.register(gc.freeze)
 for module in ("sklearn", "scipy.signal"):
     sys.modules.setdefault(module, None)  # as if they were not installed
+if __name__ == "sitecustomize" and "SPAWN_ENGINES" not in os.environ:
+    _get_context = multiprocessing.get_context
+    multiprocessing.get_context = get_context

@@ -59,6 +59,7 @@ def test_a_killed_process_is_heard_of_at_once(runner, model_folder, tmp_path, pa
     options += ["--utio-min-batch-size=1", "--no-utio-gate"]
     options += [f"--utio-bucket-cutoffs={','.join(map(str, CUTOFFS))}"]
     environ = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}
+    environ["SPAWN_ENGINES"] = "1"  # as for who serves on a CPU
     with live_server(
         model_folder("deep_llama"), options, runner, tmp_path / "log", environ, False
     ) as (process, port):

@@ -12,6 +12,7 @@ each has a session of its own. A test that uses no engine, or that is marked
 """
 
 import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -249,17 +250,23 @@ def llama(oracle):
 
 @pytest.fixture(scope="session")
 def tensor_parallel_engine(engine):
-    """As `engine`, with two workers, each a process on a core of its own."""
+    """As `engine`, with two workers, each a process.
+
+    A process that has imported vLLM once is what all of them are forks of, where on a CPU
+    each imports it by itself. OpenMP would not take the cores that it is given after that.
+    """
     from vllm.envs import disable_envs_cache
 
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
+    if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two processes want two cores")
+    multiprocessing.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
+    forks = multiprocessing.get_context("forkserver")
 
     def start(family: str, **options):
         disable_envs_cache()  # an engine that was started before has filled it
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            patch.setattr(multiprocessing, "get_context", lambda method=None: forks)
             return engine(family, tensor_parallel_size=2, **options)
 
     return start

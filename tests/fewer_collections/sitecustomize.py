@@ -7,10 +7,11 @@ than a tenth is scikit-learn and SciPy's signals, which Transformers and vLLM im
 they are installed, as lm-eval has them, for a way of generating that is not vLLM's and
 for audio. Python runs a module of this name at start.
 
-And on a CPU vLLM has each engine of a server import all of it once more: here it is a fork
-of the server, as on GPUs by default, unless `SPAWN_ENGINES` is set. Workers of one engine
-are not, since OpenMP takes its cores as it is loaded. Nor is what the tests' own process
-starts, which would have the engines and the threads that are there.
+And on a CPU vLLM has each engine of a server, and each of several workers, import all of
+it once more: here they are forks of the server, as on GPUs by default, unless
+`SPAWN_ENGINES` is set. Workers are not where OpenMP binds them, which it does as it is
+loaded. Nor is what the tests' own process starts, which would have the engines and the
+threads that are there.
 """
 
 import atexit
@@ -33,10 +34,11 @@ class FreezeBeforeEngines:
 
 
 def get_context(method: str | None = None):
-    """A fork where vLLM asks for a way to start an engine."""
+    """A fork where vLLM asks for a way to start engines or workers."""
     asks = sys._getframe(1)
     if asks.f_globals.get("__name__") == "vllm.utils.system_utils":
-        if asks.f_back.f_globals["__name__"].startswith("vllm.v1.engine."):
+        starts_workers = ".executor." in asks.f_back.f_globals["__name__"]
+        if not starts_workers or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
             method = "fork"
     return _get_context(method)
 

@@ -248,9 +248,10 @@ def llama(oracle):
     return oracle("llama")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tensor_parallel_engine(engine):
-    """As `engine`, with two workers, each a process.
+    """As `engine`, with two workers, each a process, which end with the module's tests:
+    they look for work all the time.
 
     A process that has imported vLLM once is what all of them are forks of, where on a CPU
     each imports it by itself. OpenMP would not take the cores that it is given after that.
@@ -261,15 +262,19 @@ def tensor_parallel_engine(engine):
         pytest.skip("two processes want two cores")
     multiprocessing.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
     forks = multiprocessing.get_context("forkserver")
+    started = []
 
     def start(family: str, **options):
         disable_envs_cache()  # an engine that was started before has filled it
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             patch.setattr(multiprocessing, "get_context", lambda method=None: forks)
-            return engine(family, tensor_parallel_size=2, **options)
+            started.append(engine(family, tensor_parallel_size=2, **options))
+        return started[-1]
 
-    return start
+    yield start
+    for llm in started:
+        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ use a name of another one that it does not stand on.
 
 import ast
 import functools
+from collections.abc import Iterator
 
 import git
 from pyflakes import messages
@@ -83,10 +84,14 @@ class Mistakes:
         return self._source("blob", blob)
 
 
+_parse = functools.lru_cache(2)(ast.parse)
+"""Of a file first the names are looked up, then the imports, and those of the base's."""
+
+
 def undefined(source: str, path: str) -> list[str]:
     """A syntax error, or names that are nowhere defined."""
     try:
-        tree = ast.parse(source, path)
+        tree = _parse(source)
     except SyntaxError as error:
         return [f"{path}:{error.lineno}: {error.msg}"]
     lines = source.splitlines()
@@ -100,11 +105,11 @@ def undefined(source: str, path: str) -> list[str]:
 def imports(source: str) -> dict[tuple[str, str], int]:
     """What a module imports from vLLM: module and name (or ""), and the line."""
     try:
-        tree = ast.parse(source)
+        tree = _parse(source)
     except SyntaxError:
         return {}
     found: dict[tuple[str, str], int] = {}
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
             pairs = [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -120,11 +125,23 @@ def imports(source: str) -> dict[tuple[str, str], int]:
 def defined(source: str) -> frozenset[str]:
     """Every name that a module may define at its top level, roughly: too many."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        else:
+            targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+            targets += [item.optional_vars for item in getattr(node, "items", ())]
+            for target in filter(None, targets):
+                names = (one for one in ast.walk(target) if isinstance(one, ast.Name))
+                found |= {one.id for one in names}
     return frozenset(found)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements in a node: a fraction of its nodes, which `ast.walk` visits."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, field, ()):
+            yield inner
+            yield from _statements(inner)

@@ -12,13 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from tools.common import Checkout
 
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SECONDS_TO_END = 10
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Key = TypeVar("Key")
 
 
 class Log:
@@ -49,35 +50,44 @@ class Log:
         assert process.stdout is not None
         return self._follow(process, process.stdout, show)
 
-    def run_two_at_once(
-        self, commands: Iterable[list[str]], cwd: Path, environment: dict[str, str]
-    ) -> Iterator[tuple[int, int, list[str]]]:
-        """Run commands in order, two at a time; nothing is shown.
+    def run_at_once(
+        self,
+        lanes: Iterable[tuple[int, Iterable[tuple[Key, list[str]]]]],
+        cwd: Path,
+        environment: dict[str, str],
+    ) -> Iterator[tuple[Key, int, list[str]]]:
+        """Run commands beside each other; nothing is shown.
 
         The lines of one go to the log in one piece, when it has ended.
 
+        Args:
+            lanes: commands in order, each with what it is known by, and how many of them
+                run at once.
+
         Yields:
-            as commands end: which it was, from 0 on, and what ``run`` returns.
+            as commands end: what it is known by, and what ``run`` returns.
         """
-        waiting = enumerate(commands)
-        running: dict[int, tuple[int, subprocess.Popen[str], IO[str]]] = {}
+        free = [(count, iter(commands)) for count, commands in lanes]
+        running: dict[int, tuple[int, Key, subprocess.Popen[str], IO[str]]] = {}
         with contextlib.ExitStack() as files:
             while True:
-                for index, command in itertools.islice(waiting, 2 - len(running)):
-                    output = files.enter_context(
-                        tempfile.TemporaryFile("w+", errors="replace")
-                    )
-                    process = _start(command, cwd, environment, output)
-                    running[process.pid] = index, process, output
+                for lane, (count, waiting) in enumerate(free):
+                    taken = sum(one[0] == lane for one in running.values())
+                    for key, command in itertools.islice(waiting, count - taken):
+                        output = files.enter_context(
+                            tempfile.TemporaryFile("w+", errors="replace")
+                        )
+                        process = _start(command, cwd, environment, output)
+                        running[process.pid] = lane, key, process, output
                 if not running:
                     return
                 # Also those that lost their parent, below `nothing_left_behind`.
                 pid, status = os.waitpid(-1, 0)
                 if pid in running:
-                    index, process, output = running.pop(pid)
+                    _, key, process, output = running.pop(pid)
                     process.returncode = os.waitstatus_to_exitcode(status)
                     output.seek(0)
-                    yield index, *self._follow(process, output, lambda line: None)
+                    yield key, *self._follow(process, output, lambda line: None)
 
     def _follow(
         self,

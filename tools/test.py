@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``./build.sh test`` runs: the parts, two sessions at once where there is room."""
+"""What ``./build.sh test`` runs: the parts, several at once where there is room."""
 
 import contextlib
 import dataclasses
@@ -14,6 +14,8 @@ from tools.processes import Log, nothing_left_behind
 PARTS = ("series", "lint", "tools", "upstream", "v1", "v2")
 QUICK = ("series", "v1", "v2")
 """Parts of a quick test, the engines' in short."""
+_BESIDE = ("series", "lint")
+"""Parts in which nothing waits for an event: they take the time that the others leave."""
 _ENGINE_PARTS = {"v1": 3, "v2": 2}
 """Sessions a runner, one after the other: each keeps the engines that it starts."""
 _ROOM_FOR_TWO = 16 * 2**30
@@ -28,8 +30,7 @@ _SUMMARY = re.compile(
 def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[list[str]]]:
     """The sessions of each part, a command each.
 
-    After the series, which takes seconds, what takes longest comes first, so that both
-    cores have something to do until the end.
+    What takes longest comes first, so that both cores have something to do until the end.
     """
     python = str(checkout.venv / "bin" / "python")
     pytest = [python, "-s", "-m", "pytest", *PYTEST_OPTIONS]
@@ -91,8 +92,8 @@ def test(
 ) -> None:
     """Run parts of the tests and print one summary of all.
 
-    Two sessions run at once where there is room; then what a session prints is shown
-    when it has ended.
+    Two sessions run at once where there is room, and beside them the parts that only read;
+    then what a session prints is shown when it has ended.
 
     Args:
         quick: the engine tests in short.
@@ -112,16 +113,16 @@ def test(
             # Numba hands its own number to OpenMP, whose idle threads would spin.
             environment.setdefault("NUMBA_NUM_THREADS", threads)
 
-            def begin() -> Iterator[list[str]]:
+            def begin(beside: bool) -> Iterator[tuple[_Part, list[str]]]:
                 for part, command in sessions:
-                    print(f"--- {part.name}: begins", flush=True)
-                    yield command
+                    if (part.name in _BESIDE) == beside:
+                        print(f"--- {part.name}: begins", flush=True)
+                        yield part, ["nice", "-n19", *command] if beside else command
 
-            for index, status, lines in log.run_two_at_once(
-                begin(), checkout.root, environment
-            ):
+            lanes = (2, begin(False)), (1, begin(True))
+            for part, status, lines in log.run_at_once(lanes, checkout.root, environment):
                 print("\n" + "\n".join(lines), flush=True)
-                sessions[index][0].add(status, lines)
+                part.add(status, lines)
         else:
             for part, command in sessions:
                 print(f"\n--- {part.name}", flush=True)

@@ -116,11 +116,14 @@ def test_commands_at_once_do_not_mix(tmp_path):
     os.mkfifo(gate)
     slow = ["sh", "-c", f"echo one; cat {gate}; echo two"]
     quick = [sys.executable, "-c", "print('quick'); raise SystemExit(3)"]
-    ends = log.run_two_at_once([slow, quick, quick], tmp_path, dict(os.environ))
-    assert next(ends) == (1, 3, ["quick"])
-    assert next(ends) == (2, 3, ["quick"])
+    quicks = [("quick", quick)] * 2
+    lanes = (2, [("slow", slow), *quicks]), (1, [("beside", quick)])
+    ends = log.run_at_once(lanes, tmp_path, dict(os.environ))
+    names, *said = zip(*(next(ends) for _ in range(3)))
+    assert sorted(names) == ["beside", "quick", "quick"]
+    assert said == [(3,) * 3, (["quick"],) * 3]
     gate.write_text("")  # lets the first go on
-    assert [*ends] == [(0, 0, ["one", "two"])]
+    assert [*ends] == [("slow", 0, ["one", "two"])]
     assert "\none\ntwo\n" in log.path.read_text()
 
 

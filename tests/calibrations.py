@@ -8,7 +8,8 @@ import pytest
 from tiny_models import CONFIGS, save_model
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "applications" / "utio"))
+APPLICATIONS = ROOT / "examples" / "applications"
+sys.path[:0] = [str(APPLICATIONS / "utio"), str(APPLICATIONS)]
 
 FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
 LAYERS, HIDDEN = 6, 128

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that tests start spend less of their time on importing vLLM.
 
-That makes a million objects, and to look for garbage among them takes a fourth of the
+That makes a million objects, and to look for garbage among them takes a fifth of the
 import, and as much again when Python ends: what is frozen is left out. More than a tenth
 is scikit-learn and SciPy's signals, which Transformers and vLLM import where they are
 installed, as lm-eval has them, for a way of generating that is not vLLM's and for audio.

@@ -3,7 +3,6 @@
 
 import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -123,43 +122,34 @@ def there(tmp_path) -> Checkout:
     return there
 
 
+def test_a_build_elsewhere_gives_the_same_bytes(there, monkeypatch):
+    """In another folder, at another time, for somebody with another umask and zone."""
+    built = locks.read(HERE).built(HERE, Target("cpu"))
+    monkeypatch.setenv("TZ", "Pacific/Auckland")
+    umask = os.umask(0o077)
+    try:
+        again = wheel.build(there, Target("cpu"))
+    finally:
+        os.umask(umask)
+    assert again.name == built[0].name
+    assert fetch.sha256(again) == fetch.sha256(built[0])
+
+
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
-@pytest.fixture
-def elsewhere(there, monkeypatch) -> Iterator[Checkout]:
-    """As of somebody with another umask and zone."""
-    monkeypatch.setenv("TZ", "Pacific/Auckland")
-    umask = os.umask(0o077)
-    yield there
-    os.umask(umask)
-
-
-def entries(archive: zipfile.ZipFile) -> dict[str, tuple]:
-    """What is written of each file beside its content, in the files' order."""
-    return {
-        one.filename: (one.date_time, one.external_attr, one.compress_type, one.create_system)
-        for one in archive.infolist()
-    }
-
-
-def test_a_build_elsewhere_for_another_machine_differs_in_its_libraries_alone(elsewhere):
-    """In another folder, at another time. Where the other machine's libraries can not be
-    had, one for this machine, which has the same bytes."""
+def test_a_wheel_for_another_machine_differs_in_its_libraries_alone(there):
     here = Target("cpu")
     (other,) = (Target("cpu", name) for name in MACHINES if name != here.machine)
-    (own,) = locks.read(HERE).built(HERE, here)
     try:
         fetch.fetch(HERE, other)
-    except Unreachable:
-        again = wheel.build(elsewhere, here)
-        assert (again.name, fetch.sha256(again)) == (own.name, fetch.sha256(own))
-        return
-    built = wheel.build(elsewhere, other)
+    except Unreachable as error:
+        pytest.skip(str(error))
+    built = wheel.build(there, other)
     assert built.name.endswith(f"-cp38-abi3-linux_{other.machine}.whl")
+    (own,) = locks.read(HERE).built(HERE, here)
     with zipfile.ZipFile(built) as theirs, zipfile.ZipFile(own) as ours:
-        both = entries(theirs), entries(ours)
-        files, own_files = map(set, both)
+        files, own_files = ({n for n in one.namelist()} for one in (theirs, ours))
         libraries = {name for name in files if name.endswith(".so")}
         assert "vllm/_C.abi3.so" in libraries
         for name in libraries:
@@ -167,12 +157,8 @@ def test_a_build_elsewhere_for_another_machine_differs_in_its_libraries_alone(el
             assert header[:4] == b"\x7fELF"
             machine = int.from_bytes(header[18:20], "little")
             assert machine == ELF_MACHINES[other.machine], name
-        common = {n for n in own_files if not n.endswith(".so")}
-        assert files - libraries == common
-        # In the same order, with the same times and rights.
-        rows, own_rows = ([row for row in one.items() if row[0] in common] for one in both)
-        assert rows == own_rows
-        different = {n for n in common if theirs.read(n) != ours.read(n)}
+        assert files - libraries == {n for n in own_files if not n.endswith(".so")}
+        different = {n for n in files - libraries if theirs.read(n) != ours.read(n)}
         assert {name.rpartition("/")[2] for name in different} == {"WHEEL", "RECORD"}
         (tags,) = (theirs.read(n).decode() for n in different if n.endswith("/WHEEL"))
         assert f"Tag: cp38-abi3-linux_{other.machine}\n" in tags

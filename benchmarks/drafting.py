@@ -179,15 +179,26 @@ def has_draft_gate(name: str) -> bool:
     return name.startswith("exit") and name.endswith("gate")
 
 
-def inflated() -> Path:
-    """The wide model, made on first use."""
-    folder = processes.BUILD / "models" / "inflated"
+def inflated(times: int = 4) -> Path:
+    """The model of so many times the reference model's width, made on first use."""
+    name = "inflated" if times == 4 else f"inflated-{times}-times"
+    folder = processes.BUILD / "models" / name
     if not (folder / "config.json").exists():
         sys.path.insert(0, str(REFERENCE))
         import inflate
 
-        inflate.inflate_model(REFERENCE / "model", folder, 4, None)
+        inflate.inflate_model(REFERENCE / "model", folder, times, None)
     return folder
+
+
+def inflated_calibration(calibration: Path, times: int = 4) -> Path:
+    """What was fitted to the reference model, for `inflated`."""
+    sys.path.insert(0, str(REFERENCE))
+    import inflate
+
+    target = processes.BUILD / "models" / f"{inflated(times).name}-calibration.safetensors"
+    inflate.inflate_calibration(calibration, target, times)
+    return target
 
 
 def read_prompts(count: int) -> list[list[int]]:
@@ -234,11 +245,7 @@ def main() -> None:
     )  # fmt: skip
     args = parser.parse_args()
     model = inflated()
-    sys.path.insert(0, str(REFERENCE))
-    import inflate
-
-    wide = processes.BUILD / "models" / "inflated-calibration.safetensors"
-    inflate.inflate_calibration(args.calibration, wide, 4)
+    wide = inflated_calibration(args.calibration)
     cases = [(int(batch), float(t)) for batch, t in (x.split(":") for x in args.cases)]
     prompts = read_prompts(args.rounds * max(batch for batch, _ in cases))
     chosen = {

@@ -30,6 +30,7 @@ Triton is told not to round products to TF32. The reference model in bfloat16 is
 in Hugging Face (`equality_table.py`)."""
 AT_ONCE = {"cpu": 1, "cuda": 4}
 """Engines that check results side by side. Where time is measured, one runs."""
+PLAIN = "plain"
 GENERATED = {"cpu": 4, "cuda": 12}
 """Tokens of a request. In Triton's interpreter a step of V2 takes seconds."""
 
@@ -185,7 +186,10 @@ def exactness(device: str) -> dict:
         way, runner, dtype, graphs = case
         name, off, wrong = f"{runner.upper()}, {dtype}, graphs {graphs}, {way}", 0.0, 0
         limit = LIMIT[dtype]
-        if (taken["runner"], taken["graphs"] != "NONE") != (runner.upper(), graphs):
+        # V1 waits for the drafts that are accepted.
+        ahead = device == "cuda" and (runner == "v2" or ways[way] is utio)
+        got = (taken["runner"], taken["asynchronous"], taken["graphs"] != "NONE")
+        if got != (runner.upper(), ahead, graphs):
             problems.append(f"{name}: the engine took {taken}")
         for ids, depth, one in zip(prompts, depths, found):
             if ways[way] is utio:
@@ -237,58 +241,87 @@ def routing(device: str) -> dict:
     return {"tables": tables, "problems": []}
 
 
-def drafting(device: str) -> dict:
-    """Plain decoding, n-gram lookup and early exits, by turns (`drafting.py`)."""
+def drafting(device: str, calibration: Path | None) -> dict:
+    """Plain decoding, n-gram lookup and early exits, by turns (`drafting.py`).
+
+    On a GPU the reference model is inflated to the width of a model of 8 billion weights,
+    with 12 layers: 2.3 billion.
+    """
     import drafting as benchmark
 
-    batches, tokens, rounds = ((1, 4, 16), 128, 3) if device == "cuda" else ((1,), 16, 1)
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    lookup = dict(prompt_lookup_max=4, prompt_lookup_min=2)
+    cuda = device == "cuda"
+    batches, tokens, rounds = ((1, 4, 16, 32), 96, 3) if cuda else ((1,), 16, 1)
+    dtype, times = ("bfloat16", 16) if cuda else ("float32", None)
+    exits = dict(method="early_exit", exit_layer=3, num_speculative_tokens=2)
+    if calibration:
+        wide = benchmark.inflated_calibration(calibration, times) if times else calibration
+        exits |= dict(calibration=str(wide), min_acceptance=0)
+    lookup = dict(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2
+    )
     ways = {
-        "plain": None,
-        "plain, eager": None,
-        "n-gram, k = 3": dict(method="ngram", num_speculative_tokens=3, **lookup),
-        "exit after 2, k = 2": dict(
-            method="early_exit", exit_layer=2, num_speculative_tokens=2
-        ),
+        ("v1", PLAIN): None,
+        ("v1", "n-gram, k = 3"): lookup,
+        ("v1", "exit after 3, k = 2"): exits,
+        ("v1", "exit after 3, k ≤ 2, gate"): exits | dict(draft_gate=True),
+        ("v2", PLAIN): None,
+        ("v2", "exit after 3, k = 2"): exits,
     }
-    if device == "cpu":
-        del ways["n-gram, k = 3"], ways["plain, eager"]
-    # The wide model of drafting.py; a dry run takes the narrow one that it is made of.
-    model = str(benchmark.inflated() if device == "cuda" else MODEL)
-    prompts = random_prompts((benchmark.PROMPT,) * max(batches))
+    if not cuda:
+        ways = dict([*ways.items()][:3:2])
+    model = str(benchmark.inflated(times) if times else MODEL)
+    prompts = programs(max(batches))
     rows = []
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(worker(device, "v1")) for name in ways}
-        common = dict(model=model, dtype=dtype)
-        eager = {name: device == "cpu" or name == "plain, eager" for name in ways}
+        workers = {way: stack.enter_context(worker(device, way[0])) for way in ways}
+        common = dict(model=model, dtype=dtype, eager=not cuda)
         at_once(*(
-            (workers[name], "open_drafting", common | dict(speculative=way, eager=eager[name]))
-            for name, way in ways.items()
+            (workers[way], "open_drafting", common | dict(speculative=options))
+            for way, options in ways.items()
         ))  # fmt: skip
-        for batch in batches:
-            found = {name: [] for name in ways}
-            for n in range(rounds + 1):
-                for name, engine in workers.items():
-                    found[name].append(
-                        engine.call(
-                            "generate", prompts=prompts[:batch], tokens=tokens,
-                            temperature=0.0, seed=n,
-                        )
-                    )  # fmt: skip
-            found = {name: results[1:] for name, results in found.items()}
-            plain = [one["tokens"] / one["seconds"] for one in found["plain"]]
-            for name, results in found.items():
-                drafted, accepted = sum(one["counts"] for one in results)[1:3]
+        for batch, temperature in product(batches, (1.0, 0.0)):
+            found = {way: [] for way in ways}
+            job = dict(prompts=prompts[:batch], tokens=tokens, temperature=temperature)
+            for (runner, name), engine in workers.items():
+                for n in range(benchmark.TRIAL if "gate" in name else 1):
+                    engine.call("generate", **job, seed=n)
+            for n in range(rounds):
+                for way, engine in workers.items():
+                    found[way].append(engine.call("generate", **job, seed=1000 * n))
+            for (runner, name), results in found.items():
                 rates = [one["tokens"] / one["seconds"] for one in results]
-                ratios = [b / a for a, b in zip(plain, rates)]
-                share = f"{accepted / drafted:.2f}" if drafted else ""
-                rate = statistics.median(plain)
-                rows.append([batch, name, share, processes.ratio(ratios), f"{rate:.0f}"])
-    columns = ["batch", "way", "accepted", "times as fast", "plain, tokens a second"]
-    title = f"Drafting, greedy, {dtype}, no calibration"
+                plain = [one["tokens"] / one["seconds"] for one in found[runner, PLAIN]]
+                drafted, accepted = sum(one["counts"] for one in results)[1:3]
+                steps = sum(one["steps"] for one in results)
+                made = sum(one["tokens"] for one in results)
+                step = sum(one["seconds"] for one in results) / steps
+                rows.append([
+                    f"{batch}, {'sampled' if temperature else 'greedy'}", runner.upper(), name,
+                    f"{accepted / drafted:.2f}" if drafted else "",
+                    f"{made / steps / batch:.2f}", f"{step * 1e3:.2f}",
+                    processes.ratio([b / a for a, b in zip(plain, rates)]),
+                ])  # fmt: skip
+    columns = ["batch", "runner", "way", "accepted", "tokens a step", "a step, ms",
+               "times plain"]  # fmt: skip
+    title = f"Drafting, {dtype}, {'calibrated' if calibration else 'not calibrated'}"
     tables = [{"title": title, "columns": columns, "rows": rows}]
     return {"tables": tables, "problems": []}
+
+
+def programs(count: int) -> list[list[int]]:
+    """Tokens 64 to 128 of programs of this repository."""
+    from drafting import PROMPT
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    prompts = []
+    for folder in ("tests", "tools", "examples", "benchmarks"):
+        for path in sorted((processes.ROOT / folder).rglob("*.py")):
+            ids = tokenizer(path.read_text()[:2000])["input_ids"]
+            if len(ids) >= 2 * PROMPT:
+                prompts.append(ids[PROMPT : 2 * PROMPT])
+    assert len(prompts) >= count
+    return prompts[:: len(prompts) // count][:count]
 
 
 def speed(device: str) -> dict:
@@ -430,10 +463,12 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=[*PARTS], metavar="part")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="a folder for PART.json")
+    parser.add_argument("--calibration", type=Path)
     args = parser.parse_args()
     begin = time.monotonic()
     for part in args.parts:
-        found = PARTS[part](args.device)
+        options = {"calibration": args.calibration} if part == "drafting" else {}
+        found = PARTS[part](args.device, **options)
         now = time.monotonic()
         found["seconds"], begin = round(now - begin, 1), now
         (args.out / f"{part}.json").write_text(json.dumps(found, default=str))

@@ -299,7 +299,10 @@ def page() -> str:
         f"{CONTEXT:,} tokens, {MEMORY_PART:.0%} of the data sheet's bandwidth and "
         f"{ARITHMETIC_PART:.0%} of its arithmetic. On an H200 a copy reached 88% of the one and "
         "the head's product 70% of the other ([seen "
-        "there](../benchmarks/README.md#on-an-h200)).", "",
+        "there](../benchmarks/README.md#on-an-h200)). What the host takes comes on top where "
+        "steps are not scheduled ahead: with drafts 3 to 5 ms a round [were "
+        "measured](../benchmarks/README.md#drafting-on-an-h200), more than a small model's "
+        "step takes.", "",
         "## Which flags", "",
         *table(["model", "H100", "H200"], [
             [m.name, *(

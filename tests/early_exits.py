@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from depth_routing import model_runner
+from oracle import log_softmax
 from safetensors.numpy import save_file
-from scipy.stats import chisquare
+from scipy.stats import chisquare, norm
 from scoring import prompt
 from tiny_models import CONFIGS
 
@@ -127,6 +128,22 @@ def pvalue(counts: np.ndarray, expected: np.ndarray) -> float:
     counts = np.append(counts[common], counts[~common].sum())
     expected = np.append(expected[common], expected[~common].sum())
     return chisquare(counts, expected).pvalue if len(counts) > 1 else 1.0
+
+
+def surprise(model, ids: list[int], answers: np.ndarray, temperature: float) -> float:
+    """The probability of as much: of how probable drawn tokens are, all together.
+
+    That is normal by the central limit.
+    """
+    distance = variance = 0.0
+    for answer in answers.tolist():
+        logits = model.logits(ids + answer)[len(ids) - 1 : -1]
+        logprobs = log_softmax(logits / temperature)
+        probs = np.exp(logprobs)
+        means = (probs * logprobs).sum(axis=1)
+        distance += (logprobs[range(len(answer)), answer] - means).sum()
+        variance += (probs * (logprobs - means[:, None]) ** 2).sum()
+    return 2 * norm.sf(abs(distance) / variance**0.5)
 
 
 def random_prompts(count: int, vocabulary: int, longest: int, seed: int = 0):

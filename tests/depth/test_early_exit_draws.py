@@ -13,10 +13,10 @@ from early_exits import (
     pvalue,
     save_calibration,
     start,
+    surprise,
     watched,
 )
 from oracle import log_softmax
-from scipy.stats import norm
 from scoring import params, prompt, random_ids
 
 PROMPT = random_ids(40, VOCABULARY, 12)
@@ -51,7 +51,7 @@ def test_frequencies(llm, oracle, runner, temperature):
     assert 0 < len(drafted.counts) < 0.98 * 5 * count
     answers = np.array([output.outputs[0].token_ids for output in outputs])
     model = oracle("deep_llama")
-    pvalues = [surprise(model, answers[:400], temperature)]
+    pvalues = [surprise(model, PROMPT, answers[:400], temperature)]
     for place in range(1, 4):
         starts, counts = np.unique(answers[:, :place], axis=0, return_counts=True)
         for before in starts[counts >= 50]:
@@ -61,17 +61,3 @@ def test_frequencies(llm, oracle, runner, temperature):
             pvalues.append(pvalue(np.bincount(rows, minlength=VOCABULARY), expected))
     assert runner == "v2" or len(pvalues) >= 4
     assert min(pvalues) > 1e-4 / len(pvalues), sorted(pvalues)[:3]
-
-
-def surprise(model, answers: np.ndarray, temperature: float) -> float:
-    """Of how probable the drawn tokens are, all together: normal by the central limit."""
-    distance = variance = 0.0
-    for answer in answers.tolist():
-        logits = model.logits(PROMPT + answer)[len(PROMPT) - 1 : -1]
-        logprobs = log_softmax(logits / temperature)
-        probs = np.exp(logprobs)
-        means = (probs * logprobs).sum(axis=1)
-        distance += (logprobs[range(len(answer)), answer] - means).sum()
-        variance += (probs * (logprobs - means[:, None]) ** 2).sum()
-    return 2 * norm.sf(abs(distance) / variance**0.5)
-

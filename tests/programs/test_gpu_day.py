@@ -63,7 +63,7 @@ def test_what_had_ended_before_an_interrupt_is_kept(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu_day
 
-    def command(parts, device, out):
+    def command(parts, device, out, calibration):
         # Not before the program waits for it.
         script = f"echo '{{}}' > {out}/{parts[0]}.json; sleep 1; kill -INT $PPID; sleep 60"
         return ["sh", "-c", script], dict(os.environ)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with asynchronous scheduling, in which nothing on the host knows what was
+accepted. It loses nothing either.
+
+As the default is on GPUs; the V1 model runner drafts with synchronous scheduling.
+"""
+
+import numpy as np
+import pytest
+from depth_routing import CACHES, POISON, model_runner
+from early_exits import (
+    VOCABULARY,
+    assert_greedy,
+    calibration,  # noqa: F401
+    generate,
+    options,
+    random_prompts,
+    start,
+    surprise,
+    watched,
+)
+from graph_replays import replaying
+from scheduled_ahead import ahead, drafted_ahead  # noqa: F401
+from scoring import assert_scores, params, prompt, random_ids
+
+FAMILIES = ("deep_llama", "deep_qwen3_moe", "deep_gemma3", "deep_opt")
+
+
+@pytest.fixture
+def llm(ahead):
+    return start(ahead, options())
+
+
+@pytest.fixture
+def llama(oracle):
+    return oracle("deep_llama")
+
+
+def accepted(llm) -> int:
+    values = {metric.name: metric for metric in llm.get_metrics()}
+    return values["vllm:spec_decode_num_accepted_tokens"].value
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_models(ahead, oracle, family):
+    """Prompts in chunks beside requests that decode, more of them than run at once."""
+    llm = start(ahead, options(), family, disable_log_stats=False)
+    prompts = random_prompts(14, VOCABULARY, 120)
+    before = accepted(llm)
+    with drafted_ahead(llm) as drafted:
+        completions = generate(llm, prompts, params(12))
+    for ids, completion in zip(prompts, completions):
+        assert_greedy(oracle(family), ids, completion, 12)
+    assert {len(tokens) for step in drafted for tokens in step} == {3}
+    # Some drafts are accepted: a round gives more than one token. Some are not.
+    assert 0 < accepted(llm) - before < 12 * 14 - len(drafted)
+
+
+def test_drafts_are_those_of_synchronous_scheduling(engine, llm):
+    """But at the end, of which that knows in time."""
+    ids = random_ids(5, VOCABULARY, 40)
+    with drafted_ahead(llm) as drafted:
+        (completion,) = generate(llm, [ids], params(60))
+    llm = start(engine, options())
+    with watched(llm) as found:
+        (expected,) = generate(llm, [ids], params(60))
+    assert list(completion.token_ids) == list(expected.token_ids)
+    drafts = [tokens for step in drafted for tokens in step]
+    assert len(found.tokens) > 20
+    assert drafts[: len(found.tokens)] == found.tokens
+
+
+def test_graphs_of_passes(ahead, oracle):
+    llm = start(ahead, options(), "deep_gemma3", disable_log_stats=False)
+    prompts = random_prompts(12, VOCABULARY, 90, seed=11)
+    with replaying(llm, 6) as replayed:
+        completions = generate(llm, prompts, params(20))
+    for ids, completion in zip(prompts, completions):
+        assert_greedy(oracle("deep_gemma3"), ids, completion, 20)
+    assert {*replayed} >= {4, 6}
+
+
+def test_up_to_the_longest_sequence(ahead, llama):
+    """Of some requests no drafts fit, and the others draft beside them."""
+    llm = start(ahead, options(), max_model_len=64)
+    prompts = [random_ids(n, VOCABULARY, 64 - 4 * n) for n in range(1, 12)]
+    for ids, completion in zip(prompts, generate(llm, prompts, params(100))):
+        assert_greedy(llama, ids, completion, 64 - len(ids))
+
+
+@pytest.mark.parametrize("family", CACHES)
+def test_slots_are_written_before_they_are_read(ahead, oracle, family):
+    """In a cache that holds what no model writes, and beside prompts in chunks."""
+    llm = start(ahead, options(), family)
+    assert llm.reset_prefix_cache()
+    for cache in model_runner(llm).kv_caches:
+        cache.fill_(POISON)
+    prompts = random_prompts(10, VOCABULARY, 140, seed=2)
+    for ids, completion in zip(prompts, generate(llm, prompts, params(20))):
+        assert_greedy(oracle(family), ids, completion, 20)
+
+
+def test_what_is_cached_is_the_models(llm, llama):
+    """Prompt and answer come again as a prompt, and are scored."""
+    assert llm.reset_prefix_cache()
+    ids = random_ids(3, VOCABULARY, 20)
+    (completion,) = generate(llm, [ids], params(90))
+    longer = ids + list(completion.token_ids) + random_ids(4, VOCABULARY, 10)
+    (output,) = llm.generate([prompt(longer, longer[-8:])], params(), use_tqdm=False)
+    assert output.num_cached_tokens >= 64
+    assert_scores(output.target_logprobs, llama, longer, longer[-8:])
+
+
+def test_preempted_requests(ahead, llama, monkeypatch):
+    llm = start(ahead, options(), max_model_len=128, num_gpu_blocks_override=12)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def watching(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", watching)
+    prompts = [random_ids(70 + n, VOCABULARY, 60) for n in range(6)]
+    for ids, completion in zip(prompts, generate(llm, prompts, params(50))):
+        assert_greedy(llama, ids, completion, 50)
+    assert preempted, "the cache was large enough"
+
+
+def test_aborted_and_new_requests_in_the_same_batches(llm, llama):
+    engine = llm.llm_engine
+    stay = [random_ids(80 + n, VOCABULARY, 15 + n) for n in range(3)]
+    late = [random_ids(60 + n, VOCABULARY, 50 + n) for n in range(3)]
+    for n in range(3):
+        engine.add_request(f"gone {n}", prompt(random_ids(n, VOCABULARY, 20)), params(100))
+        engine.add_request(f"stay {n}", prompt(stay[n]), params(30))
+    outputs = {}
+
+    def step():
+        for output in engine.step():
+            outputs[output.request_id] = output
+
+    for _ in range(4):
+        step()
+    engine.abort_request([f"gone {n}" for n in range(3)])
+    for n in range(3):
+        engine.add_request(f"late {n}", prompt(late[n], late[n][-3:]), params(12))
+        step()
+    while engine.has_unfinished_requests():
+        step()
+    for n in range(3):
+        found = outputs[f"late {n}"]
+        assert_greedy(llama, late[n], found.outputs[0], 12)
+        assert_scores(found.target_logprobs, llama, late[n], late[n][-3:])
+        assert_greedy(llama, stay[n], outputs[f"stay {n}"].outputs[0], 30)
+
+
+def test_schedule_by_batch_size(ahead, llama):
+    """Two requests draft three tokens, three draft one, and more decode plainly."""
+    schedule = [[1, 2, 3], [3, 3, 1], [4, 256, 0]]
+    llm = start(ahead, options(num_speculative_tokens_per_batch_size=schedule))
+    prompts = random_prompts(6, VOCABULARY, 40, seed=6)
+    with drafted_ahead(llm) as drafted:
+        completions = generate(llm, prompts, [params(6 + 4 * n) for n in range(6)])
+    for n, (ids, completion) in enumerate(zip(prompts, completions)):
+        assert_greedy(llama, ids, completion, 6 + 4 * n)
+    assert {len(tokens) for step in drafted for tokens in step} == {1, 3}
+
+
+def test_allowed_tokens(llm, llama):
+    """Drafts that are not allowed are not accepted."""
+    prompts = random_prompts(4, VOCABULARY, 30, seed=6)
+    allowed = [5, 6, 7, 8, 9]
+    pick = np.full(VOCABULARY, -np.inf)
+    pick[allowed] = 0
+    sampling = params(20, allowed_token_ids=allowed)
+    for ids, completion in zip(prompts, generate(llm, prompts, sampling)):
+        assert_greedy(llama, ids, completion, 20, pick)
+
+
+def test_structured_output(llm, llama):
+    """The scheduler asks for the drafts, and drops what the grammar forbids."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    answers = ("yes", "no", "nothing at all")
+    sampling = SamplingParams(
+        max_tokens=30,
+        temperature=0,
+        structured_outputs=StructuredOutputsParams(choice=[*answers]),
+    )
+    prompts = random_prompts(4, VOCABULARY, 30, seed=8)
+    completions = generate(llm, prompts, [sampling, params(20)] * 2)
+    # Bytes of the prompt that are no character can come before.
+    assert all(completion.text.endswith(answers) for completion in completions[::2])
+    for ids, completion in [*zip(prompts, completions)][1::2]:
+        assert_greedy(llama, ids, completion, 20)
+
+
+def test_drawn_tokens_are_the_models(ahead, llama):
+    """How probable they are, all together, and that a seed draws them again."""
+    # Drafts of five of six layers are accepted often enough for a wrong one to show.
+    llm = start(ahead, options(5, 2), disable_log_stats=False)
+    ids, before = random_ids(40, VOCABULARY, 12), accepted(llm)
+    answers = generate(llm, [ids] * 120, params(5, temperature=0.7))
+    assert accepted(llm) - before > 60
+    tokens = np.array([answer.token_ids for answer in answers])
+    assert surprise(llama, ids, tokens, 0.7) > 1e-4
+    sampling = [params(40, temperature=1.0, seed=seed) for seed in (7, 7, 8)]
+    first, second, other = (generate(llm, [ids], each)[0] for each in sampling)
+    assert list(first.token_ids) == list(second.token_ids) != list(other.token_ids)
+
+
+@pytest.mark.parametrize(
+    "named, others",
+    [
+        ("min_acceptance", dict(min_acceptance=0.5)),
+        ("min_acceptance", {}),  # its default with probes
+        ("prompt_lookup_max", dict(min_acceptance=0, prompt_lookup_max=3)),
+        ("draft_gate", dict(min_acceptance=0, draft_gate=True)),
+    ],
+)
+def test_what_waits_is_refused_by_name(engine, runner, calibration, named, others):
+    named = named if runner == "v2" else "the V1 model runner"
+    message = f"not compatible with the speculative method 'early_exit' and {named}"
+    speculative = options(calibration=calibration, **others)
+    with pytest.raises(ValueError, match=message):
+        start(engine, speculative, async_scheduling=True)

@@ -4,10 +4,12 @@
 On a CPU vLLM switches that off. The V2 model runner does it there all the same.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from depth_routing import model_runner
 
 from vllm.platforms.cpu import CpuPlatform
@@ -53,3 +55,30 @@ def drafted_ahead(llm) -> Iterator[list[list[list[int]]]]:
         yield drafted
     finally:
         del early_exit.draft_ahead
+
+
+OURS = ("/v1/worker/depth/", "/layers/depth/", "/gpu/spec_decode/early_exit.py")
+WAITS = ("cpu", "item", "tolist", "nonzero", "__bool__", "__int__", "__index__")
+"""Methods of a tensor that wait for the GPU, if it is there."""
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Fails where drafting or routing reads a tensor on the host, or makes one of what the
+    host has by a copy that waits."""
+
+    def watched(name: str, function):
+        def call(*args, **kwargs):
+            caller = sys._getframe(1).f_code
+            if any(part in caller.co_filename for part in OURS):
+                raise AssertionError(f"{caller.co_qualname} waits: {name}")
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WAITS:
+            patch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+        for name in ("tensor", "as_tensor"):
+            patch.setattr(torch, name, watched(name, getattr(torch, name)))
+        yield

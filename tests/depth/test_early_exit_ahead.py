@@ -20,7 +20,7 @@ from early_exits import (
     watched,
 )
 from graph_replays import replaying
-from scheduled_ahead import ahead, drafted_ahead  # noqa: F401
+from scheduled_ahead import ahead, drafted_ahead, nothing_waits  # noqa: F401
 from scoring import assert_scores, params, prompt, random_ids
 
 FAMILIES = ("deep_llama", "deep_qwen3_moe", "deep_gemma3", "deep_opt")
@@ -68,6 +68,15 @@ def test_drafts_are_those_of_synchronous_scheduling(engine, llm):
     drafts = [tokens for step in drafted for tokens in step]
     assert len(found.tokens) > 20
     assert drafts[: len(found.tokens)] == found.tokens
+
+
+def test_nothing_waits_for_the_gpu(llm):
+    """Which it would for a scalar, even one that is made of a number."""
+    prompts = random_prompts(6, VOCABULARY, 90, seed=3)
+    sampling = [params(9, temperature=float(n % 2)) for n in range(6)]
+    with nothing_waits(), drafted_ahead(llm) as drafted:
+        generate(llm, prompts, sampling)
+    assert len(drafted) > 4
 
 
 def test_graphs_of_passes(ahead, oracle):
@@ -211,11 +220,32 @@ def test_drawn_tokens_are_the_models(ahead, llama):
     assert list(first.token_ids) == list(second.token_ids) != list(other.token_ids)
 
 
+def test_no_noise_is_drawn_twice(ahead, llama, monkeypatch):
+    """Not even where drafts do not fit any more, some of which are verified all the same:
+    a token that was chosen by it would follow itself too often."""
+    from vllm.v1.worker.gpu.spec_decode import early_exit
+
+    llm = start(ahead, options(5, 8), max_model_len=40)
+    draw, firsts = early_exit.gumbel_sample, []
+
+    def watching(logits, slots, temperature, seeds, positions, **others):
+        if int(others["logits_cache_col"]) == 0:
+            firsts.extend(positions.tolist())
+        return draw(logits, slots, temperature, seeds, positions, **others)
+
+    monkeypatch.setattr(early_exit, "gumbel_sample", watching)
+    ids = random_ids(41, VOCABULARY, 20)
+    (completion,) = generate(llm, [ids], params(20, temperature=0.7))
+    assert len(completion.token_ids) == 20
+    assert firsts[0] == 20 and firsts[-1] > 40 - 8
+    assert firsts == sorted(set(firsts))
+
+
 @pytest.mark.parametrize(
     "named, others",
     [
-        ("min_acceptance", dict(min_acceptance=0.5)),
-        ("min_acceptance", {}),  # its default with probes
+        ("a min_acceptance that is not 0", dict(min_acceptance=0.5)),
+        ("a min_acceptance that is not 0", {}),  # its default with probes
         ("prompt_lookup_max", dict(min_acceptance=0, prompt_lookup_max=3)),
         ("draft_gate", dict(min_acceptance=0, draft_gate=True)),
     ],

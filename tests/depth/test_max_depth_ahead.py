@@ -9,7 +9,7 @@ from depth_routing import (
     logits_options,
     serve,
 )
-from scheduled_ahead import ahead  # noqa: F401
+from scheduled_ahead import ahead, nothing_waits  # noqa: F401
 from scoring import random_ids
 from tiny_models import CONFIGS
 
@@ -32,6 +32,7 @@ def test_many_depths_in_a_batch(ahead, depth_oracle):
         )
         for n, depth in enumerate(depths)
     ]
-    serve(llm, requests)
+    with nothing_waits():
+        serve(llm, requests)
     for request, depth in zip(requests, depths):
         assert_logits(depth_oracle("deep_llama"), [request], depth)

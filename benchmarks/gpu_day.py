@@ -131,14 +131,16 @@ def run(
                 raise interrupt
             if result.exists():
                 record |= json.loads(result.read_text())
-            else:
+            has_ended = record.pop("ended", result.exists())
+            if not has_ended:
                 tail = log.read_text(errors="replace")[-3000:]
-                record["problems"] = [f"exit status {status}" if status else "no result", tail]
+                how = "interrupted" if interrupt else f"exit status {status}"
+                record["problems"] += [how if interrupt or status else "no result", tail]
             ended_by = status if part == parts[-1] else 0
             record["status"] = "failed" if ended_by or record["problems"] else "passed"
             yield record
-            if not result.exists():
-                return
+            if not has_ended:
+                break
     if interrupt:
         raise interrupt
 

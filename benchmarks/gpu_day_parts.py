@@ -31,8 +31,34 @@ in Hugging Face (`equality_table.py`)."""
 AT_ONCE = {"cpu": 1, "cuda": 4}
 """Engines that check results side by side. Where time is measured, one runs."""
 PLAIN = "plain"
+TAKEN = ("runner", "type", "attention", "asynchronous", "graphs")
+"""What an engine says that it took (`gpu_day_engine.py`)."""
 GENERATED = {"cpu": 4, "cuda": 12}
 """Tokens of a request. In Triton's interpreter a step of V2 takes seconds."""
+
+
+class Found:
+    """What a part finds, kept in a file after each row: a part that is stopped keeps it."""
+
+    def __init__(self, path: Path):
+        self.path, self.begin = path, time.monotonic()
+        self.tables: list[dict] = []
+        self.problems: list[str] = []
+
+    def table(self, title: str, columns: list[str]) -> None:
+        """Begins a table, which the next rows are of."""
+        self.tables.append({"title": title, "columns": columns, "rows": []})
+
+    def row(self, *cells) -> None:
+        self.tables[-1]["rows"].append([*cells])
+        self.save()
+
+    def save(self, ended: bool = False) -> None:
+        seconds = round(time.monotonic() - self.begin, 1)
+        found = dict(tables=self.tables, problems=self.problems, ended=ended, seconds=seconds)
+        whole = self.path.with_suffix(".partial")
+        whole.write_text(json.dumps(found, default=str))
+        whole.replace(self.path)
 
 
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -59,12 +85,13 @@ def not_greedy(oracle, ids: list[int], tokens: list[int], limit: float) -> int:
 # ------------------------------------------------------------------ parts
 
 
-def scoring(device: str) -> dict:
+def scoring(device: str, found: Found) -> None:
     """{V1, V2} × {eager, CUDA graphs} × {synchronous, asynchronous scheduling}, in
     float32; in bfloat16, the default of a GPU. All rows of prompts, then their last ones
     with the prefix read from the cache."""
     truth = oracle()
-    prompts = random_prompts((9, 70, 30, 140))
+    # Longer than a block of the prefix cache, of 128 tokens on a CPU.
+    prompts = random_prompts((9, 70, 30, 140) if device == "cuda" else (9, 140))
     rng = np.random.default_rng(1)
     targets = [
         np.column_stack([ids[1:], rng.integers(0, VOCABULARY, (len(ids) - 1, 3))]).tolist()
@@ -90,11 +117,12 @@ def scoring(device: str) -> dict:
             whole = engine.call("score", top=targets, **common)
             return taken, whole + engine.call("score", top=ends, **common)
 
-    rows, problems, taken = [], [], {}
-    for case, (taken, found) in side_by_side(device, measure, cases, problems):
+    title = f"Scores against Hugging Face in float32; at most, in nats: {LIMIT}"
+    found.table(title, [*TAKEN, "tokens from the cache", "greatest error, nats", "not greedy"])
+    for case, (taken, outputs) in side_by_side(device, measure, cases, found.problems):
         runner, dtype, graphs, asynchronous = case
         limit, off, wrong = LIMIT[dtype], 0.0, 0
-        for ids, exact, one in zip(2 * prompts, expected, found):
+        for ids, exact, one in zip(2 * prompts, expected, outputs):
             off = np.maximum(off, difference(one["logprobs"], one["entropy"], exact))
             wrong += not_greedy(truth, ids, one["tokens"], 2 * limit)
             if tokens := one["tokens"]:
@@ -105,19 +133,15 @@ def scoring(device: str) -> dict:
                 wrong += int((generated.ranks != 1).sum())
         name = f"{runner.upper()}, {dtype}, graphs {graphs}, asynchronous {asynchronous}"
         if not off <= limit or wrong:
-            problems.append(f"{name}: {off:.1e} nats, {wrong} tokens not greedy")
-        cached = sum(one["cached"] for one in found)
+            found.problems.append(f"{name}: {off:.1e} nats, {wrong} tokens not greedy")
+        cached = sum(one["cached"] for one in outputs)
         if not cached:
-            problems.append(f"{name}: nothing was read from the prefix cache")
+            found.problems.append(f"{name}: nothing was read from the prefix cache")
         asked = (runner.upper(), asynchronous, graphs)
         got = (taken["runner"], taken["asynchronous"], taken["graphs"] != "NONE")
         if asked != got:
-            problems.append(f"{name}: the engine took {taken}")
-        rows.append([*taken.values(), cached, f"{off:.1e}", wrong])
-    columns = [*taken, "tokens from the cache", "greatest error, nats", "not greedy"]
-    title = f"Scores against Hugging Face in float32; at most, in nats: {LIMIT}"
-    tables = [{"title": title, "columns": columns, "rows": rows}]
-    return {"tables": tables, "problems": problems}
+            found.problems.append(f"{name}: the engine took {taken}")
+        found.row(*taken.values(), cached, f"{off:.1e}", wrong)
 
 
 def side_by_side(device: str, measure, cases: list, problems: list[str]):
@@ -151,7 +175,7 @@ def difference(logprobs: np.ndarray, entropy: np.ndarray, exact) -> float:
     )
 
 
-def exactness(device: str) -> dict:
+def exactness(device: str, found: Found) -> None:
     """Depths that requests name, and drafting by early exits: V1 and V2, eager and with
     CUDA graphs, in float32; in bfloat16, the default of a GPU."""
     from depth_oracle import DepthOracle  # tests/depth_oracle.py
@@ -181,8 +205,9 @@ def exactness(device: str) -> dict:
                 "decode", prompts=prompts, depths=mine, generated=GENERATED[device]
             )
 
-    rows, problems, taken = [], [], {}
-    for case, (taken, found) in side_by_side(device, measure, cases, problems):
+    title = f"Exactness of depth, against Hugging Face in float32; at most, in nats: {LIMIT}"
+    found.table(title, ["what", *TAKEN, "greatest error, nats", "not greedy"])
+    for case, (taken, outputs) in side_by_side(device, measure, cases, found.problems):
         way, runner, dtype, graphs = case
         name, off, wrong = f"{runner.upper()}, {dtype}, graphs {graphs}, {way}", 0.0, 0
         limit = LIMIT[dtype]
@@ -190,20 +215,16 @@ def exactness(device: str) -> dict:
         ahead = device == "cuda" and (runner == "v2" or ways[way] is utio)
         got = (taken["runner"], taken["asynchronous"], taken["graphs"] != "NONE")
         if got != (runner.upper(), ahead, graphs):
-            problems.append(f"{name}: the engine took {taken}")
-        for ids, depth, one in zip(prompts, depths, found):
+            found.problems.append(f"{name}: the engine took {taken}")
+        for ids, depth, one in zip(prompts, depths, outputs):
             if ways[way] is utio:
                 off = np.maximum(off, depth_error(by_depth, ids, depth or LAYERS, one))
             else:
                 wrong += not_greedy(truth, ids, one["tokens"], 2 * limit)
         if not off <= limit or wrong:
-            problems.append(f"{name}: {off:.1e} nats, {wrong} tokens not greedy")
+            found.problems.append(f"{name}: {off:.1e} nats, {wrong} tokens not greedy")
         error = f"{off:.1e}" if ways[way] is utio else ""
-        rows.append([way, *taken.values(), error, wrong])
-    columns = ["what", *taken, "greatest error, nats", "not greedy"]
-    title = f"Exactness of depth, against Hugging Face in float32; at most, in nats: {LIMIT}"
-    tables = [{"title": title, "columns": columns, "rows": rows}]
-    return {"tables": tables, "problems": problems}
+        found.row(way, *taken.values(), error, wrong)
 
 
 def depth_error(oracle, ids: list[int], depth: int, found: dict) -> float:
@@ -214,13 +235,12 @@ def depth_error(oracle, ids: list[int], depth: int, found: dict) -> float:
     return np.abs(named - found["logprobs"]).max()
 
 
-def routing(device: str) -> dict:
+def routing(device: str, found: Found) -> None:
     """Decode steps with depth routing, which have no CUDA graphs, against full depth, which
     has (`test_depth_routing.py`), and full depth in an engine without routing."""
     cuda = device == "cuda"
     batches, rounds, dtype = ((32, 128, 256), 11, "bfloat16") if cuda else ((8,), 2, "float32")
     model = str(empty_llama(16) if cuda else processes.random_llama(32_000, 128, 16, dtype))
-    rows, names = [], []
     with worker(device, "v1") as engine, worker(device, "v1") as other:
         wide = dict(folder=model, longest=1280, step=1024)
         at_once(
@@ -232,16 +252,16 @@ def routing(device: str) -> dict:
             default = statistics.median(other.call("plain_steps", batch=batch, rounds=rounds))
             full = times.pop("full depth")
             names = sorted(times)
+            if not found.tables:
+                title = f"Decode steps, 16 layers, {dtype}: times as fast as full depth"
+                title += ", with CUDA graphs" * cuda
+                found.table(title, ["batch", "without routing, ms", "full depth, ms", *names])
             ratios = [[a / b for a, b in zip(full, times[name])] for name in names]
             milliseconds = [f"{x * 1e3:.1f}" for x in (default, statistics.median(full))]
-            rows.append([batch, *milliseconds, *map(processes.ratio, ratios)])
-    columns = ["batch", "without routing, ms", "full depth, ms", *names]
-    title = f"Decode steps, 16 layers, {dtype}: times as fast as full depth, with CUDA graphs"
-    tables = [{"title": title, "columns": columns, "rows": rows}]
-    return {"tables": tables, "problems": []}
+            found.row(batch, *milliseconds, *map(processes.ratio, ratios))
 
 
-def drafting(device: str, calibration: Path | None) -> dict:
+def drafting(device: str, found: Found, calibration: Path | None) -> None:
     """Plain decoding, n-gram lookup and early exits, by turns (`drafting.py`).
 
     On a GPU the reference model is inflated to the width of a model of 8 billion weights,
@@ -271,7 +291,9 @@ def drafting(device: str, calibration: Path | None) -> dict:
         ways = dict([*ways.items()][:3:2])
     model = str(benchmark.inflated(times) if times else MODEL)
     prompts = programs(max(batches))
-    rows = []
+    title = f"Drafting, {dtype}, {'calibrated' if calibration else 'not calibrated'}"
+    found.table(title, ["batch", "runner", "way", "accepted", "tokens a step",
+                        "a step, ms", "times plain"])  # fmt: skip
     with ExitStack() as stack:
         workers = {way: stack.enter_context(worker(device, way[0])) for way in ways}
         common = dict(model=model, dtype=dtype, eager=not cuda)
@@ -280,32 +302,27 @@ def drafting(device: str, calibration: Path | None) -> dict:
             for way, options in ways.items()
         ))  # fmt: skip
         for batch, temperature in product(batches, (1.0, 0.0)):
-            found = {way: [] for way in ways}
+            turns: dict[tuple, list] = {way: [] for way in ways}
             job = dict(prompts=prompts[:batch], tokens=tokens, temperature=temperature)
             for (runner, name), engine in workers.items():
                 for n in range(benchmark.TRIAL if "gate" in name else 1):
                     engine.call("generate", **job, seed=n)
             for n in range(rounds):
                 for way, engine in workers.items():
-                    found[way].append(engine.call("generate", **job, seed=1000 * n))
-            for (runner, name), results in found.items():
+                    turns[way].append(engine.call("generate", **job, seed=1000 * n))
+            for (runner, name), results in turns.items():
                 rates = [one["tokens"] / one["seconds"] for one in results]
-                plain = [one["tokens"] / one["seconds"] for one in found[runner, PLAIN]]
+                plain = [one["tokens"] / one["seconds"] for one in turns[runner, PLAIN]]
                 drafted, accepted = sum(one["counts"] for one in results)[1:3]
                 steps = sum(one["steps"] for one in results)
                 made = sum(one["tokens"] for one in results)
                 step = sum(one["seconds"] for one in results) / steps
-                rows.append([
+                found.row(
                     f"{batch}, {'sampled' if temperature else 'greedy'}", runner.upper(), name,
                     f"{accepted / drafted:.2f}" if drafted else "",
                     f"{made / steps / batch:.2f}", f"{step * 1e3:.2f}",
                     processes.ratio([b / a for a, b in zip(plain, rates)]),
-                ])  # fmt: skip
-    columns = ["batch", "runner", "way", "accepted", "tokens a step", "a step, ms",
-               "times plain"]  # fmt: skip
-    title = f"Drafting, {dtype}, {'calibrated' if calibration else 'not calibrated'}"
-    tables = [{"title": title, "columns": columns, "rows": rows}]
-    return {"tables": tables, "problems": []}
+                )  # fmt: skip
 
 
 def programs(count: int) -> list[list[int]]:
@@ -324,7 +341,7 @@ def programs(count: int) -> list[list[int]]:
     return prompts[:: len(prompts) // count][:count]
 
 
-def speed(device: str) -> dict:
+def speed(device: str, found: Found) -> None:
     """Scoring against the unpatched release, by turns, each with the same options.
 
     The weights of a dummy model make all tokens about as probable: what the difference
@@ -353,7 +370,11 @@ def speed(device: str) -> dict:
     ]
     if not cuda:
         cases = [cases[1], cases[-1]]
-    table = []
+    title = f"{count} prompts of {length} tokens, {folder.name}, {runner.upper()}"
+    found.table(title, [
+        "what", "the release's way", "fork, ms", "release, ms", "times as fast",
+        "fork, peak MiB", "release, peak MiB", "difference, nats",
+    ])  # fmt: skip
     with (
         worker(device, runner) as fork,
         worker(device, runner, upstream=True) as release,
@@ -363,32 +384,27 @@ def speed(device: str) -> dict:
         for name, prompts, ours, upstreams in cases:
             for other in upstreams:
                 rows = end if prompts is shared else length - 1
-                found = {"fork": [], "release": []}
+                turns = {"fork": [], "release": []}
                 for _ in range(rounds + 1):
                     for engine, way, results in (
-                        (fork, ours, found["fork"]), (release, other, found["release"])
+                        (fork, ours, turns["fork"]), (release, other, turns["release"])
                     ):  # fmt: skip
                         results.append(
                             engine.call(
                                 "time", prompts=prompts, rows=rows, way=way[0], count=way[1] or 0
                             )
                         )
-                last = [results[-1] for results in found.values()]
+                last = [results[-1] for results in turns.values()]
                 seconds = [
-                    [one["seconds"] for one in results[1:]] for results in found.values()
+                    [one["seconds"] for one in results[1:]] for results in turns.values()
                 ]
                 peaks = [f"{one['peak'] / 2**20:,.0f}" for one in last]
                 off = np.abs(last[0]["logprobs"] - last[1]["logprobs"]).max()
-                table.append([
+                found.row(
                     name, f"{other[0]} {other[1]}".strip(),
                     *(f"{statistics.median(times) * 1e3:.0f}" for times in seconds),
                     processes.ratio([b / a for a, b in zip(*seconds)]), *peaks, f"{off:.1e}",
-                ])  # fmt: skip
-    columns = ["what", "the release's way", "fork, ms", "release, ms", "times as fast",
-               "fork, peak MiB", "release, peak MiB", "difference, nats"]  # fmt: skip
-    title = f"{count} prompts of {length} tokens, {folder.name}, {runner.upper()}"
-    tables = [{"title": title, "columns": columns, "rows": table}]
-    return {"tables": tables, "problems": []}
+                )  # fmt: skip
 
 
 def empty_llama(layers: int = 32) -> Path:
@@ -411,13 +427,14 @@ def empty_llama(layers: int = 32) -> Path:
     return folder
 
 
-def memory(device: str) -> dict:
+def memory(device: str, found: Found) -> None:
     """Peak memory of scoring a long prompt above prefill (`peak_memory.py`)."""
     rows = 8192 if device == "cuda" else 64
     vocabulary = peak_memory.VOCABULARY if device == "cuda" else 2048
     model = str(processes.random_llama(vocabulary, 128, 1, "float32"))
     options = dict(model=model, vocabulary=vocabulary, rows=rows, step=2048)
-    table, problems = [], []
+    title = f"Peak memory, {rows:,} rows × {vocabulary:,} words; at most {peak_memory.BOUND}"
+    found.table(title, ["runner", "prefill, MiB", "scoring above it, MiB"])
     for runner in ("v1", "v2"):
         peaks = {}
         with worker(device, runner) as engine:
@@ -427,29 +444,23 @@ def memory(device: str) -> dict:
                 peaks[way] = engine.call("run", way=way, rows=rows)["peak"]
         above = peaks["target_token_ids"] - peaks["prefill"]
         if above > peak_memory.BOUND * 2**20:
-            problems.append(f"{runner.upper()}: {above / 2**20:.0f} MiB above prefill")
+            message = f"{runner.upper()}: {above / 2**20:.0f} MiB above prefill"
+            found.problems.append(message)
         mebibytes = [f"{n / 2**20:,.0f}" for n in (peaks["prefill"], above)]
-        table.append([runner.upper(), *mebibytes])
-    columns = ["runner", "prefill, MiB", "scoring above it, MiB"]
-    title = f"Peak memory, {rows:,} rows × {vocabulary:,} words; at most {peak_memory.BOUND}"
-    tables = [{"title": title, "columns": columns, "rows": table}]
-    return {"tables": tables, "problems": problems}
+        found.row(runner.upper(), *mebibytes)
 
 
-def lm_eval(device: str) -> dict:
+def lm_eval(device: str, found: Found) -> None:
     """lm-eval with model `utio` against its own `vllm` model (`lm_eval_speed.py`)."""
     questions, repeat, block = (16, 5, 16) if device == "cuda" else (1, 1, 32)
     options = dict(device=device, questions=questions, repeat=repeat, block=block)
     with worker(device, "v1") as engine:
-        found = engine.call("lm_eval", **options)
-    rows = [
-        [path, f"{statistics.median(times):.2f}", processes.ratio(found["speedup"][path])]
-        for path, times in found["seconds"].items()
-    ]
-    columns = ["path", "seconds", "times as fast as lm-eval's"]
-    title = f"lm-eval, 16 shots, {found['requests']} requests, the same answers"
-    tables = [{"title": title, "columns": columns, "rows": rows}]
-    return {"tables": tables, "problems": []}
+        measured = engine.call("lm_eval", **options)
+    title = f"lm-eval, 16 shots, {measured['requests']} requests, the same answers"
+    found.table(title, ["path", "seconds", "times as fast as lm-eval's"])
+    for path, times in measured["seconds"].items():
+        ratio = processes.ratio(measured["speedup"][path])
+        found.row(path, f"{statistics.median(times):.2f}", ratio)
 
 
 PARTS = dict(
@@ -465,13 +476,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for PART.json")
     parser.add_argument("--calibration", type=Path)
     args = parser.parse_args()
-    begin = time.monotonic()
     for part in args.parts:
+        found = Found(args.out / f"{part}.json")
         options = {"calibration": args.calibration} if part == "drafting" else {}
-        found = PARTS[part](args.device, **options)
-        now = time.monotonic()
-        found["seconds"], begin = round(now - begin, 1), now
-        (args.out / f"{part}.json").write_text(json.dumps(found, default=str))
+        PARTS[part](args.device, found, **options)
+        found.save(ended=True)
 
 
 if __name__ == "__main__":

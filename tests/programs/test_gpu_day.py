@@ -58,18 +58,24 @@ def test_what_passed_is_not_run_again(whole):
     assert (whole / "report.json").read_text() == before
 
 
-def test_what_had_ended_before_an_interrupt_is_kept(tmp_path, monkeypatch):
-    """In a process of several parts: here one that ends one part and is interrupted."""
+def test_what_was_found_before_an_interrupt_is_kept(tmp_path, monkeypatch):
+    """In a process of several parts: here one that ends one, has a row of the next, and is
+    interrupted."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu_day
 
     def command(parts, device, out, calibration):
         # Not before the program waits for it.
-        script = f"echo '{{}}' > {out}/{parts[0]}.json; sleep 1; kill -INT $PPID; sleep 60"
+        ended, begun = (f"{out}/{part}.json" for part in parts[:2])
+        table = {"title": "Peaks", "columns": ["runner"], "rows": [["V1"]]}
+        found = json.dumps({"tables": [table], "problems": [], "ended": False})
+        script = f"echo '{{}}' > {ended}; echo '{found}' > {begun}; sleep 1; "
+        script += "kill -INT $PPID; sleep 60"
         return ["sh", "-c", script], dict(os.environ)
 
     monkeypatch.setattr(gpu_day, "command", command)
-    argv = ["gpu_day.py", "--device=cpu", "--parts", "speed", "memory", f"--out={tmp_path}"]
+    argv = ["gpu_day.py", "--device=cpu", "--parts", "speed", "memory", "routing"]
+    argv.append(f"--out={tmp_path}")
     monkeypatch.setattr(sys, "argv", argv)
     # Tests that a shell runs in the background ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -79,7 +85,9 @@ def test_what_had_ended_before_an_interrupt_is_kept(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     report = (tmp_path / "report.md").read_text()
-    assert "| speed | passed |" in report and "| memory | not run |" in report
+    assert "| speed | passed |" in report and "| memory | failed |" in report
+    assert "| routing | not run |" in report
+    assert "Peaks" in report and "| V1 |" in report and "interrupted" in report
 
 
 def test_what_failed_is_told_and_run_again(tmp_path):

@@ -286,6 +286,7 @@ def drafting(device: str, found: Found, calibration: Path | None) -> None:
         ("v1", "exit after 3, k ≤ 2, gate"): exits | dict(draft_gate=True),
         ("v2", PLAIN): None,
         ("v2", "exit after 3, k = 2"): exits,
+        ("v2", "exit after 3, k ≤ 2, gate"): exits | dict(draft_gate=True),
     }
     if not cuda:
         ways = dict([*ways.items()][:3:2])

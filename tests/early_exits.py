@@ -11,7 +11,7 @@ from depth_routing import model_runner
 from oracle import log_softmax
 from safetensors.numpy import save_file
 from scipy.stats import chisquare, norm
-from scoring import prompt
+from scoring import assert_scores, params, prompt, random_ids
 from tiny_models import CONFIGS
 
 TIE = 1e-4
@@ -117,6 +117,57 @@ def assert_greedy(oracle, ids: list[int], completion, count: int, pick=None) -> 
         logits = logits + pick
     chosen = np.take_along_axis(logits, np.array(answer)[:, None], axis=1)[:, 0]
     assert (chosen >= logits.max(axis=1) - TIE).all()
+
+
+def assert_preempted(llm, oracle, count: int, monkeypatch) -> None:
+    """Asserts greedy tokens of `count` requests for which the cache has no room at once
+    (reaches into private parts)."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def watching(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", watching)
+    prompts = [random_ids(70 + n, VOCABULARY, 60) for n in range(count)]
+    for ids, completion in zip(prompts, generate(llm, prompts, params(50))):
+        assert_greedy(oracle, ids, completion, 50)
+    assert preempted, "the cache was large enough"
+
+
+def assert_others_go_on(llm, oracle) -> None:
+    """Asserts greedy tokens of requests beside some that are aborted, and of new ones,
+    which are scored too. One of these has the name of a request that has gone."""
+    engine = llm.llm_engine
+    gone = [f"gone {n}" for n in range(3)]
+    stay = {f"stay {n}": random_ids(80 + n, VOCABULARY, 15 + n) for n in range(3)}
+    late = {
+        name: random_ids(60 + n, VOCABULARY, 50 + n)
+        for n, name in enumerate(["gone 0", "late 1", "late 2"])
+    }
+    for n, (name, ids) in enumerate(stay.items()):
+        engine.add_request(gone[n], prompt(random_ids(90 + n, VOCABULARY, 20)), params(100))
+        engine.add_request(name, prompt(ids), params(30))
+    outputs = {}
+
+    def step():
+        for output in engine.step():
+            outputs[output.request_id] = output
+
+    for _ in range(4):
+        step()
+    engine.abort_request(gone)
+    for name, ids in late.items():
+        engine.add_request(name, prompt(ids, ids[-3:]), params(12))
+        step()
+    while engine.has_unfinished_requests():
+        step()
+    for name, ids in stay.items():
+        assert_greedy(oracle, ids, outputs[name].outputs[0], 30)
+    for name, ids in late.items():
+        assert_greedy(oracle, ids, outputs[name].outputs[0], 12)
+        assert_scores(outputs[name].target_logprobs, oracle, ids, ids[-3:])
 
 
 def pvalue(counts: np.ndarray, expected: np.ndarray) -> float:

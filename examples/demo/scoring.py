@@ -3,8 +3,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from engine import (
@@ -61,19 +60,21 @@ def warm_up(llm, texts: list[list[int]]) -> None:
 def score_text(llm, texts: list[list[int]]) -> list[Row]:
     """Perplexity: every token but the first. Its time and its memory."""
     text = next(ids for ids in texts if len(ids) == LONGEST)
-    ways = [
-        lambda: score_prompt_logprobs(llm, [text], LONGEST - 1),
-        lambda: score_named(llm, [text], LONGEST - 1),
-    ]
-    prefilled = peak(lambda: prefill(llm, text))
+    prefilled, _ = peak(lambda: prefill(llm, text))
     # Upstream's way last: what it leaves behind would hide what the other takes.
-    fork_memory, upstream_memory = (
-        above(prefilled, llm, way) for way in reversed(ways)
+    fork, upstream = by_turns(
+        (
+            lambda: peak(lambda: score_named(llm, [text], LONGEST - 1)),
+            lambda: peak(lambda: score_prompt_logprobs(llm, [text], LONGEST - 1)),
+        ),
+        BUDGET["perplexity"],
+        llm.reset_prefix_cache,
     )
+    (fork_peak, ours), (upstream_peak, theirs) = fork.answers[0], upstream.answers[0]
+    upstream_memory = (upstream_peak - prefilled) / 2**20
+    fork_memory = (fork_peak - prefilled) / 2**20
     unseen = fork_memory < RESOLUTION
     least = max(fork_memory, RESOLUTION)
-    upstream, fork = by_turns(ways, BUDGET["perplexity"], llm.reset_prefix_cache)
-    theirs, ours = upstream.answers[-1], fork.answers[-1]
     how = "prompt_logprobs=0 against target_token_ids"
     return [
         Row(
@@ -95,12 +96,6 @@ def score_text(llm, texts: list[list[int]]) -> list[Row]:
             ["the first grows with the tokens of a step, the second does not"],
         ),
     ]
-
-
-def above(prefilled: int, llm, score: Callable[[], Any]) -> float:
-    """MiB that `score` takes above `prefilled` bytes."""
-    llm.reset_prefix_cache()
-    return (peak(score) - prefilled) / 2**20
 
 
 def shared_context(llm, texts: list[list[int]]) -> Row:

@@ -15,6 +15,8 @@ from early_exits import (
     FAMILIES,
     VOCABULARY,
     assert_greedy,
+    assert_others_go_on,
+    assert_preempted,
     calibration,  # noqa: F401
     generate,
     options,
@@ -189,48 +191,11 @@ def test_what_is_cached_is_the_models(engine, oracle, family):
 
 def test_preempted_requests(engine, llama, monkeypatch):
     llm = start(engine, options(), max_model_len=128, num_gpu_blocks_override=12)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def watching(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", watching)
-    prompts = [random_ids(70 + n, VOCABULARY, 60) for n in range(num_prompts(6))]
-    for ids, completion in zip(prompts, generate(llm, prompts, params(50))):
-        assert_greedy(llama, ids, completion, 50)
-    assert preempted, "the cache was large enough"
+    assert_preempted(llm, llama, num_prompts(6), monkeypatch)
 
 
 def test_aborted_and_new_requests_in_the_same_batches(llm, llama):
-    engine = llm.llm_engine
-    gone = [random_ids(90 + n, VOCABULARY, 20) for n in range(3)]
-    stay = [random_ids(80 + n, VOCABULARY, 15 + n) for n in range(3)]
-    late = [random_ids(60 + n, VOCABULARY, 50 + n) for n in range(3)]
-    for n in range(3):
-        engine.add_request(f"gone {n}", prompt(gone[n]), params(100))
-        engine.add_request(f"stay {n}", prompt(stay[n]), params(30))
-    outputs = {}
-
-    def step():
-        for output in engine.step():
-            outputs[output.request_id] = output
-
-    for _ in range(4):
-        step()
-    engine.abort_request([f"gone {n}" for n in range(3)])
-    for n in range(3):
-        # One of them has the name of a request that has gone.
-        name = "gone 0" if n == 0 else f"late {n}"
-        engine.add_request(name, prompt(late[n]), params(12))
-        step()
-    while engine.has_unfinished_requests():
-        step()
-    for n in range(3):
-        name = "gone 0" if n == 0 else f"late {n}"
-        assert_greedy(llama, late[n], outputs[name].outputs[0], 12)
-        assert_greedy(llama, stay[n], outputs[f"stay {n}"].outputs[0], 30)
+    assert_others_go_on(llm, llama)
 
 
 def test_scoring_in_the_same_batches(llm, llama):

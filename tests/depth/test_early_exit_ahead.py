@@ -11,6 +11,8 @@ from depth_routing import CACHES, POISON, model_runner
 from early_exits import (
     VOCABULARY,
     assert_greedy,
+    assert_others_go_on,
+    assert_preempted,
     calibration,  # noqa: F401
     generate,
     options,
@@ -22,6 +24,9 @@ from early_exits import (
 from graph_replays import replaying
 from scheduled_ahead import ahead, drafted_ahead, nothing_waits  # noqa: F401
 from scoring import assert_scores, params, prompt, random_ids
+
+from vllm.v1.spec_decode.early_exit_gate import STEPS_PER_TURN
+from vllm.v1.worker.depth.draft_gate import DROPPED_ROUNDS, TRIAL_ROUNDS
 
 FAMILIES = ("deep_llama", "deep_qwen3_moe", "deep_gemma3", "deep_opt")
 
@@ -122,46 +127,11 @@ def test_what_is_cached_is_the_models(llm, llama):
 
 def test_preempted_requests(ahead, llama, monkeypatch):
     llm = start(ahead, options(), max_model_len=128, num_gpu_blocks_override=12)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def watching(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", watching)
-    prompts = [random_ids(70 + n, VOCABULARY, 60) for n in range(6)]
-    for ids, completion in zip(prompts, generate(llm, prompts, params(50))):
-        assert_greedy(llama, ids, completion, 50)
-    assert preempted, "the cache was large enough"
+    assert_preempted(llm, llama, 6, monkeypatch)
 
 
 def test_aborted_and_new_requests_in_the_same_batches(llm, llama):
-    engine = llm.llm_engine
-    stay = [random_ids(80 + n, VOCABULARY, 15 + n) for n in range(3)]
-    late = [random_ids(60 + n, VOCABULARY, 50 + n) for n in range(3)]
-    for n in range(3):
-        engine.add_request(f"gone {n}", prompt(random_ids(n, VOCABULARY, 20)), params(100))
-        engine.add_request(f"stay {n}", prompt(stay[n]), params(30))
-    outputs = {}
-
-    def step():
-        for output in engine.step():
-            outputs[output.request_id] = output
-
-    for _ in range(4):
-        step()
-    engine.abort_request([f"gone {n}" for n in range(3)])
-    for n in range(3):
-        engine.add_request(f"late {n}", prompt(late[n], late[n][-3:]), params(12))
-        step()
-    while engine.has_unfinished_requests():
-        step()
-    for n in range(3):
-        found = outputs[f"late {n}"]
-        assert_greedy(llama, late[n], found.outputs[0], 12)
-        assert_scores(found.target_logprobs, llama, late[n], late[n][-3:])
-        assert_greedy(llama, stay[n], outputs[f"stay {n}"].outputs[0], 30)
+    assert_others_go_on(llm, llama)
 
 
 def test_schedule_by_batch_size(ahead, llama):
@@ -174,6 +144,53 @@ def test_schedule_by_batch_size(ahead, llama):
     for n, (ids, completion) in enumerate(zip(prompts, completions)):
         assert_greedy(llama, ids, completion, 6 + 4 * n)
     assert {len(tokens) for step in drafted for tokens in step} == {1, 3}
+
+
+@pytest.mark.parametrize("best", [0, 2])
+def test_a_gate_drafts_as_is_fastest(ahead, llama, best, monkeypatch):
+    """None, one or two, by a clock of the test's, after a trial of each, which takes turns
+    of several steps. Tokens stay the model's."""
+    llm = start(ahead, options(num_drafts=2, draft_gate=True), max_model_len=512)
+    gate = llm.llm_engine.engine_core.engine_core.scheduler.draft_gate
+    gate.sizes, gate.size, gate.last, gate.steps_left = {}, None, None, 0
+    schedule, note = gate.schedule, gate.note
+    chosen, time, num_drafts = [], 0, 0
+
+    def scheduling(req_ids, *args) -> int:
+        found = schedule(req_ids, *args)
+        if req_ids:
+            chosen.append(found)
+        return found
+
+    def noting(scheduler_output, sampled) -> None:
+        nonlocal num_drafts
+        num_drafts = scheduler_output.num_spec_tokens_to_schedule
+        note(scheduler_output, sampled)
+
+    def now() -> int:
+        nonlocal time
+        time += 1 if num_drafts == best else 9
+        return time
+
+    monkeypatch.setattr(gate, "schedule", scheduling)
+    monkeypatch.setattr(gate, "note", noting)
+    monkeypatch.setattr(gate, "_now", now)
+    ids = random_ids(best, VOCABULARY, 20)
+    with drafted_ahead(llm) as drafted:
+        (completion,) = generate(llm, [ids], params(400))
+    assert_greedy(llama, ids, completion, 400)
+    turns = 3 * -(-(DROPPED_ROUNDS + TRIAL_ROUNDS) // (STEPS_PER_TURN - 2))
+    trial, after = np.split(np.array(chosen), [turns * STEPS_PER_TURN])
+    firsts = trial[::STEPS_PER_TURN]
+    assert (trial == firsts.repeat(STEPS_PER_TURN)).all()
+    assert [*firsts] == [0, 1, 2] * (turns // 3)
+    assert {*after} == {best} and len(after) > 20
+    # What was drafted is what was chosen.
+    assert [len(tokens) for (tokens,) in drafted] == [n for n in chosen if n]
+    # And other batches, as time has it.
+    prompts = random_prompts(9, VOCABULARY, 120)
+    for ids, completion in zip(prompts, generate(llm, prompts, params(12))):
+        assert_greedy(llama, ids, completion, 12)
 
 
 def test_allowed_tokens(llm, llama):
@@ -247,7 +264,10 @@ def test_no_noise_is_drawn_twice(ahead, llama, monkeypatch):
         ("a min_acceptance that is not 0", dict(min_acceptance=0.5)),
         ("a min_acceptance that is not 0", {}),  # its default with probes
         ("prompt_lookup_max", dict(min_acceptance=0, prompt_lookup_max=3)),
-        ("draft_gate", dict(min_acceptance=0, draft_gate=True)),
+        (
+            "several numbers of layers in exit_layer",
+            dict(min_acceptance=0, exit_layer=[1, 2], draft_gate=True),
+        ),
     ],
 )
 def test_what_waits_is_refused_by_name(engine, runner, calibration, named, others):

@@ -139,8 +139,13 @@ def upstream_folder() -> Path:
             with zipfile.ZipFile(wheels[-1]) as archive:
                 names = [n for n in archive.namelist() if n.startswith("vllm/")]
                 archive.extractall(partial, names)
-            os.rename(partial, folder)
-            os.mkdir(partial)  # for TemporaryDirectory to remove
+            try:
+                os.rename(partial, folder)
+            except OSError:
+                if not folder.exists():
+                    raise
+            else:  # no other program was faster
+                os.mkdir(partial)  # for TemporaryDirectory to remove
     return folder
 
 

@@ -31,6 +31,7 @@ class FreezeBeforeEngines:
     def find_spec(name: str, path=None, target=None) -> None:
         if name == "vllm.v1.engine.core":
             gc.freeze()
+            gc.freeze = gc.unfreeze = lambda: None  # as an engine ends it would thaw all
             gc.set_threshold(50_000, 20, 20)
 
 

@@ -3,9 +3,9 @@
 
 That makes a million objects, and to look for garbage among them takes a fifth of the
 import, and as much again when Python ends: what is frozen is left out. More than a tenth
-is scikit-learn, SciPy's signals and OpenTelemetry, which Transformers and vLLM import
-where they are installed, for a way of generating that is not vLLM's, for audio and for
-traces. Python runs a module of this name at start.
+is scikit-learn and SciPy's signals, which Transformers and vLLM import where they are
+installed, as lm-eval has them, for a way of generating that is not vLLM's and for audio.
+Python runs a module of this name at start.
 
 And on a CPU vLLM has each engine of a server, and each of several workers, import all of
 it once more: here they are forks of the server, as on GPUs by default, unless
@@ -48,7 +48,7 @@ def get_context(method: str | None = None):
 gc.set_threshold(1_000_000, 20, 20)
 sys.meta_path.insert(0, FreezeBeforeEngines)
 atexit.register(gc.freeze)
-for module in ("sklearn", "scipy.signal", "opentelemetry"):
+for module in ("sklearn", "scipy.signal"):
     sys.modules.setdefault(module, None)  # as if they were not installed
 if __name__ == "sitecustomize" and "SPAWN_ENGINES" not in os.environ:
     _get_context = multiprocessing.get_context

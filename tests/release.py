@@ -12,7 +12,7 @@ import runners
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from processes import upstream_folder
+from processes import BUILD, upstream_folder
 
 # As `model_classes` of conftest.py: what vLLM asks a model's class is answered here.
 PRELUDE = """
@@ -52,7 +52,7 @@ def run_both(
         runpy.run_path(str(script), run_name="__main__")
     environment = runners.environment(runner, [upstream])
     # Or each would throw out what the other has kept of a model's class.
-    environment["VLLM_CACHE_ROOT"] = str(upstream.parent / "cache")
+    environment["VLLM_CACHE_ROOT"] = str(BUILD / "upstream" / "cache")
     command = [sys.executable, str(script), str(source), str(of_upstream)]
     subprocess.run(command, env=environment, check=True)
     fork, release = (json.loads(file.read_text()) for file in (of_fork, of_upstream))

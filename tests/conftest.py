@@ -12,13 +12,13 @@ each has a session of its own. A test that uses no engine, or that is marked
 """
 
 import gc
-import multiprocessing
 import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
+import forks
 import pytest
 import runners
 
@@ -256,23 +256,13 @@ def llama(oracle):
 def tensor_parallel_engine(engine):
     """As `engine`, with two workers, each a process, which end with the module's tests:
     they look for work all the time.
-
-    A process that has imported vLLM once is what all of them are forks of, where on a CPU
-    each imports it by itself. OpenMP would not take the cores that it is given after that.
     """
-    from vllm.envs import disable_envs_cache
-
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two processes want two cores")
-    multiprocessing.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
-    forks = multiprocessing.get_context("forkserver")
     started = []
 
     def start(family: str, **options):
-        disable_envs_cache()  # an engine that was started before has filled it
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            patch.setattr(multiprocessing, "get_context", lambda method=None: forks)
+        with forks.for_engines():
             started.append(engine(family, tensor_parallel_size=2, **options))
         return started[-1]
 

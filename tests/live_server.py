@@ -10,6 +10,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 
+import forks
 import requests
 import runners
 from waiting import until
@@ -35,8 +36,11 @@ def live_server(
     log: Path,
     environ: Mapping[str, str] = MappingProxyType({}),
     survives: bool = True,
-) -> Iterator[tuple[subprocess.Popen, int]]:
+) -> Iterator[tuple[subprocess.Popen | forks.Process, int]]:
     """Starts `vllm serve`; yields its process and its port once it answers.
+
+    It is a fork of a process that has imported vLLM, unless it has an environment of its
+    own, which it may need before that.
 
     Args:
         model: folder of the model.
@@ -49,15 +53,14 @@ def live_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    command += [str(model), f"--port={port}", *options]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=out,
-            env=runners.environment(runner) | dict(environ),
-        )
+    command = ["vllm", "serve", str(model), f"--port={port}", *options]
+    environment = runners.environment(runner) | dict(environ)
+    if environ:
+        command[:1] = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    else:
+        process = forks.Process(command, environment, log)
 
     def said() -> str:
         return log.read_text()[-4000:]

@@ -5,9 +5,9 @@ import base64
 import io
 import json
 import re
-import subprocess
 from types import SimpleNamespace
 
+import forks
 import numpy as np
 import requests
 from oracle import pad_targets
@@ -37,7 +37,7 @@ REQUEST_SECONDS = 120
 class Server:
     """A started `vllm serve`."""
 
-    def __init__(self, process: subprocess.Popen, port: int):
+    def __init__(self, process: forks.Process, port: int):
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
 

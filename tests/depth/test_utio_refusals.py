@@ -6,18 +6,17 @@ takes those of other engines in its process with it, so it has a process of its 
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import runners
 import torch
 from conftest import engine_options
-from depth_routing import CUTOFFS, NUM_LAYERS
-from safetensors.torch import load_file, save_file
 from depth_cutoffs import ABOUT, save_probes
+from depth_routing import CUTOFFS, NUM_LAYERS
 from release import PRELUDE
+from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, make_tokenizer
 from transformers import (
     FalconH1Config,
@@ -209,8 +208,9 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = runners.environment("v1", [Path(__file__).parents[1]])
-    command = [sys.executable, "program.py", "jobs.json", "messages.json"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    command = ["program.py", "jobs.json", "messages.json"]
+    done = forks.run(command, environment, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
     messages = json.loads((tmp_path / "messages.json").read_text())
     for architecture, message in zip(STARTED_MODELS, messages):
         assert "--enable-utio" in message, (architecture, message)

@@ -5,12 +5,12 @@ Of schemes that round activations too, Transformers' linear layers round their i
 `ROUNDINGS` does: plain PyTorch, which shares no code with vLLM or compressed-tensors."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import runners
@@ -280,17 +280,15 @@ def test_the_command_of_the_score_mode_notes(
         pytest.skip("it is about a command line; the scores are tested on V2 too")
     report = tmp_path / "report.json"
     command = [
-        sys.executable, EXAMPLES / "score_mode_perplexity.py", "--model", long_context,
+        EXAMPLES / "score_mode_perplexity.py", "--model", long_context,
         "--quantization", "compressed-tensors", "--dataset", "wikitext",
         "--dataset-config", "wikitext-2-raw-v1", "--num-samples", "500",
         "--context-length", "2048", "--stride", "512", "--tensor-parallel-size", "1",
         "--gpu-memory-utilization", "0.95", "--trust-remote-code",
         "--enforce-eager", "--json", report,
     ]  # fmt: skip
-    done = subprocess.run(
-        [*map(str, command)], cwd=wikitext.parent, capture_output=True, text=True,
-        env=runners.environment(runner) | {"HF_HOME": str(tmp_path / "hub")},
-    )  # fmt: skip
+    environment = runners.environment(runner) | {"HF_HOME": str(tmp_path / "hub")}
+    done = forks.run(command, environment, wikitext.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert found["context_length"] == 2048 and found["stride"] == 512

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import runners
 import yaml
@@ -167,12 +168,9 @@ def test_page_and_plots(whole):
 
 
 def test_the_bench_compares_three_ways_that_agree(runner, whole):
-    command = [sys.executable, PROGRAM, "bench", whole[0]]
+    command = [PROGRAM, "bench", whole[0]]
     command += ["--positions", "40", "--full-positions", "40", "--repeat", "1"]
-    done = subprocess.run(
-        [*map(str, command)], env=runners.environment(runner), capture_output=True,
-        text=True,
-    )  # fmt: skip
+    done = forks.run(command, runners.environment(runner))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {}
     for name in ("named tokens", "Transformers", "full vocabulary", "all logits, float16"):

@@ -2,12 +2,12 @@
 """TRL as it is, with a teacher that this fork serves, against Transformers in float32."""
 
 import asyncio
+import os
 import queue
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from live_server import live_server
@@ -113,12 +113,12 @@ def test_the_student_learns(tmp_path):
     options = [*OPTIONS, "--kv-cache-memory-bytes=268435456"]
     model = ROOT / "examples" / "reference_model" / "model"
     with live_server(model, options, "v1", tmp_path / "log") as (_, port):
-        command = [sys.executable, "-s", str(ROOT / "examples" / "distill_trl.py")]
+        command = [str(ROOT / "examples" / "distill_trl.py")]
         command += ["--teacher", f"http://127.0.0.1:{port}", "--steps=8", "--batch=16"]
         command += ["--output", str(tmp_path / "student")]
         command += ["--plot", str(tmp_path / "loss.png")]
-        done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        done = forks.run(command, os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
     before, after = map(float, re.findall(r"([\d.]+)(?: nats a token before| after)",
                                           done.stdout))  # fmt: skip
     assert after < 0.85 * before

@@ -13,6 +13,7 @@ import threading
 import uuid
 from pathlib import Path
 
+import forks
 import httpx
 import numpy as np
 import pytest
@@ -49,21 +50,12 @@ class Server:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self.process: subprocess.Popen | None = None
+        self.process: forks.Process | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-        command += ["--config", str(FOLDER / "configs" / "reference.yaml")]
+        command = ["vllm", "serve", "--config", str(FOLDER / "configs" / "reference.yaml")]
         command += [f"--port={self.port}", f"--kv-cache-memory-bytes={256 * 2**20}"]
-        with self.log.open("a") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=out,
-                cwd=ROOT,
-                env=runners.environment("v1"),
-                start_new_session=True,
-            )
+        self.process = forks.Process(command, runners.environment("v1"), self.log, ROOT)
 
     def wait(self) -> None:
         def answers() -> bool:

@@ -3,10 +3,9 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import runners
 from oracle import Oracle
@@ -50,7 +49,7 @@ def result(runner, model_folder, tmp_path_factory) -> tuple[dict, str]:
     for file, text in zip(files, TEXTS):
         file.write_text(text)
     report = folder / "report.json"
-    command = [sys.executable, str(SCRIPT), "--model", str(model_folder("llama"))]
+    command = [str(SCRIPT), "--model", str(model_folder("llama"))]
     command += ["--text", *map(str, files), "--limit-tokens", str(LIMIT)]
     command += ["--context-length", str(CONTEXT), "--stride", str(STRIDE)]
     command += ["--dtype", "float32", "--enforce-eager"]
@@ -60,7 +59,7 @@ def result(runner, model_folder, tmp_path_factory) -> tuple[dict, str]:
     environment = runners.environment(runner) | {"COLUMNS": "120"}
     if runner == "v2":  # on one of them the engine is in a process of its own
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = forks.run(command, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(report.read_text()), done.stdout
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs that are there to be copied do what they say."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from live_server import live_server
@@ -14,8 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(name: str, *options: str) -> list[str]:
     """Lines that a program prints; its errors must be none."""
-    command = [sys.executable, "-s", str(EXAMPLES / name), *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forks.run([str(EXAMPLES / name), *options], os.environ)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 
+import forks
 import numpy as np
 import pytest
 from conftest import engine_options
@@ -27,7 +28,8 @@ def serve(runner, model_folder):
         async def start():
             options = engine_options() | {"max_num_batched_tokens": 64}
             model = str(model_folder("llama"))
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
+            with forks.for_engines():
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
 
         llm = loop.run(start())
         served = weakref.proxy(llm)

@@ -83,8 +83,7 @@ def server(runner, model_folder, clock, tmp_path_factory):
     options += [*DEPTH, "--block-size=32", *["--enforce-eager"] * (not COMPILED)]
     log = tmp_path_factory.mktemp("hanging_up") / "log"
     # Its worker is a process of its own, as it is for who serves on a CPU.
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "SPAWN_ENGINES": "1"}
-    environ |= clock.environ
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | clock.environ
     with live_server(model_folder(FAMILY), options, runner, log, environ) as started:
         yield started
 

@@ -194,6 +194,7 @@ def test_they_are_what_logprobs_says(server, path):
             np.testing.assert_allclose(scores[:, 0], logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.any_runner
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("encoding", ["json", "npy"])
 def test_large_chunks(server, path, encoding):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import CONFIGS, save_model
+from tiny_models import CONFIGS, SHORT_TEXTS, save_model
 
 ROOT = Path(__file__).parents[1]
 APPLICATIONS = ROOT / "examples" / "applications"
@@ -15,7 +15,6 @@ FAMILIES = [family for family in CONFIGS if family.startswith("deep_")]
 LAYERS, HIDDEN = 6, 128
 CUTOFFS = [2, 5]
 CONTEXT = 64
-TEXTS = [ROOT / "tests" / name for name in ("oracle.py", "scoring.py", "conftest.py")]
 
 
 @pytest.fixture(scope="module")
@@ -35,5 +34,5 @@ def arguments(model: Path, output: Path, *more: str) -> list[str]:
     return [
         *("--model", str(model), "--output", str(output), "--device", "cpu"),
         *("--cutoffs", *map(str, CUTOFFS), "--context-length", str(CONTEXT)),
-        *("--text", *map(str, TEXTS), *more),
+        *("--text", *map(str, SHORT_TEXTS), *more),
     ]

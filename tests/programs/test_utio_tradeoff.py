@@ -13,12 +13,11 @@ import torch
 from depth_routing import NUM_LAYERS
 from safetensors.torch import load_file
 from scipy.special import log_softmax
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, SHORT_TEXTS
 from torch.nn.functional import gelu
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "applications" / "utio"))
-TEXTS = [ROOT / "tests" / name for name in ("oracle.py", "scoring.py", "conftest.py")]
 CUTOFFS = [2, 4]
 ORACLES = ("oracle", "oracle-perplexity", "oracle-agreement")
 PROMPT, FORCED, SEQUENCES = 9, 13, 10
@@ -47,7 +46,7 @@ def swept(model_folder, tmp_path_factory):
         points = utio_tradeoff.main(
             [
                 *("--model", str(model_folder("deep_llama")), "--enforce-eager"),
-                *("--text", *map(str, TEXTS), "--cutoffs", *map(str, CUTOFFS)),
+                *("--text", *map(str, SHORT_TEXTS), "--cutoffs", *map(str, CUTOFFS)),
                 *("--prompt-length", f"{PROMPT}", "--forced-length", f"{FORCED}"),
                 *("--sequences", f"{SEQUENCES}", "--leaving", "0.3", "0.5"),
                 *("--mix", "0.2,0.5", "--drafting", "2,3"),
@@ -269,7 +268,7 @@ def test_with_a_calibration(model_folder, depth_oracle, tmp_path, monkeypatch):
     points = utio_tradeoff.main(
         [
             *("--model", str(model_folder("deep_llama")), "--enforce-eager"),
-            *("--text", *map(str, TEXTS), "--cutoffs", *map(str, CUTOFFS)),
+            *("--text", *map(str, SHORT_TEXTS), "--cutoffs", *map(str, CUTOFFS)),
             *("--prompt-length", f"{PROMPT}", "--forced-length", f"{FORCED}"),
             *("--sequences", f"{SEQUENCES}", "--leaving", "0.5"),
             *("--speed-rounds", "0", "--calibration", calibration),
@@ -476,7 +475,7 @@ def test_windows_are_of_all_texts(model_folder, tmp_path, sequences, counts):
 def test_errors_name_the_option(model_folder, capsys, options, message):
     import utio_tradeoff
 
-    given = ["--model", str(model_folder("deep_llama")), "--text", str(TEXTS[0])]
+    given = ["--model", str(model_folder("deep_llama")), "--text", str(SHORT_TEXTS[0])]
     with pytest.raises(SystemExit) as error:
         utio_tradeoff.main([*given, "--enforce-eager", *options])
     assert message in f"{error.value} {capsys.readouterr().err}"

@@ -35,7 +35,7 @@ def test_messages(llm, llama, template, which):
 
 
 def test_the_tokens_are_those_of_transformers_mask(llm):
-    messages = conversation(4)
+    messages = conversation(3)
     encoded = TOKENIZER.apply_chat_template(
         messages,
         chat_template=MARKED,
@@ -53,7 +53,7 @@ def test_the_tokens_are_those_of_transformers_mask(llm):
 
 
 def test_several_conversations_at_once(llm, llama):
-    several = [conversation(turns) for turns in (1, 2, 4)]
+    several = [conversation(turns) for turns in (1, 2, 3)]
     for messages, scores in zip(
         several, llm.score_chat(several, "assistant", chat_template=PLAIN), strict=True
     ):

@@ -173,4 +173,4 @@ def test_an_empty_prompt_without_special_tokens(server, fields):
     error = server.refusal(COMPLETIONS, body | {"prompt": ""})
     assert error["param"] == "prompt", error
     assert "must not be empty" in error["message"], error
-    server.ask(**body | {"prompt": "a"})
+    server.ask(**body | {"prompt": "a a a"})

@@ -19,7 +19,7 @@ SEQUENCES, DECODED = 64, 17
 PROMPT = BLOCK + 1
 """Tokens; all but the last come from the prefix cache the second time."""
 TIMED = 9
-BUDGET = 8
+BUDGET = 6
 """Seconds in which the ways take turns."""
 
 

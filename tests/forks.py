@@ -117,7 +117,8 @@ def _run(
     os.environ.update(environ)
     # Multiprocessing has handed over that of the tests, with their own folders.
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-    sys.path[:] = [*environ.get("PYTHONPATH", "").split(os.pathsep), *installed]
+    named = environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, named), *installed]  # an empty one would be the folder
     sys.argv = command
     program = Path(command[0])
     if command[0] == "vllm":

@@ -157,6 +157,12 @@ def ways(calibration: Path) -> dict[str, dict]:
         "exit after 3, k ≤ 6, chance ≥ 0.5": dict(
             speculative=early_exit(3, 6, 0.5), **compiled
         ),
+        "exit after 3, k ≤ 2, chance ≥ 0.7": dict(
+            speculative=early_exit(3, 2, 0.7), **compiled
+        ),
+        "exit after 3, k ≤ 1, chance ≥ 0.7": dict(
+            speculative=early_exit(3, 1, 0.7), **compiled
+        ),
         "exit after 3, k = 2": dict(speculative=early_exit(3, 2, 0), **compiled),
         "exit after 3, k = 1": dict(speculative=early_exit(3, 1, 0), **compiled),
         "exit after 2, k = 1": dict(speculative=early_exit(2, 1, 0), **compiled),
@@ -179,24 +185,30 @@ def has_draft_gate(name: str) -> bool:
     return name.startswith("exit") and name.endswith("gate")
 
 
-def inflated(times: int = 4) -> Path:
-    """The model of so many times the reference model's width, made on first use."""
+def inflated(times: int = 4, model: Path = REFERENCE / "model") -> Path:
+    """The model of so many times the reference model's width, or another's of its shape,
+    made on first use."""
     name = "inflated" if times == 4 else f"inflated-{times}-times"
+    if model != REFERENCE / "model":
+        name += f"-{model.name}"
     folder = processes.BUILD / "models" / name
     if not (folder / "config.json").exists():
         sys.path.insert(0, str(REFERENCE))
         import inflate
 
-        inflate.inflate_model(REFERENCE / "model", folder, times, None)
+        inflate.inflate_model(model, folder, times, None)
     return folder
 
 
-def inflated_calibration(calibration: Path, times: int = 4) -> Path:
-    """What was fitted to the reference model, for `inflated`."""
+def inflated_calibration(
+    calibration: Path, times: int = 4, model: Path = REFERENCE / "model"
+) -> Path:
+    """What was fitted to the model, for `inflated`."""
     sys.path.insert(0, str(REFERENCE))
     import inflate
 
-    target = processes.BUILD / "models" / f"{inflated(times).name}-calibration.safetensors"
+    folder = inflated(times, model)
+    target = folder.with_name(f"{folder.name}-calibration.safetensors")
     inflate.inflate_calibration(calibration, target, times)
     return target
 
@@ -228,6 +240,10 @@ def draft_cost(exit_layer: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument(
+        "--model", type=Path, default=REFERENCE / "model",
+        help="to inflate, of the reference model's shape and tokenizer",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--cases", nargs="+", metavar="BATCH:TEMPERATURE",
@@ -244,8 +260,8 @@ def main() -> None:
         help="of each engine, whose speed differs from start to start",
     )  # fmt: skip
     args = parser.parse_args()
-    model = inflated()
-    wide = inflated_calibration(args.calibration)
+    model = inflated(model=args.model)
+    wide = inflated_calibration(args.calibration, model=args.model)
     cases = [(int(batch), float(t)) for batch, t in (x.split(":") for x in args.cases)]
     prompts = read_prompts(args.rounds * max(batch for batch, _ in cases))
     chosen = {

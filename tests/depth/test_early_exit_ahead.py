@@ -25,8 +25,9 @@ from graph_replays import replaying
 from scheduled_ahead import ahead, drafted_ahead, nothing_waits  # noqa: F401
 from scoring import assert_scores, params, prompt, random_ids
 
-from vllm.v1.spec_decode.early_exit_gate import STEPS_PER_TURN
-from vllm.v1.worker.depth.draft_gate import DROPPED_ROUNDS, TRIAL_ROUNDS
+from vllm.v1.spec_decode.early_exit_gate import STEPS_PER_TURN, _way_of
+from vllm.v1.worker.depth.draft_gate import DROPPED_ROUNDS, TRIAL_ROUNDS, Way
+from vllm.v1.worker.depth.draft_pass import DraftPass
 
 FAMILIES = ("deep_llama", "deep_qwen3_moe", "deep_gemma3", "deep_opt")
 
@@ -146,47 +147,63 @@ def test_schedule_by_batch_size(ahead, llama):
     assert {len(tokens) for step in drafted for tokens in step} == {1, 3}
 
 
-@pytest.mark.parametrize("best", [0, 2])
-def test_a_gate_drafts_as_is_fastest(ahead, llama, best, monkeypatch):
-    """None, one or two, by a clock of the test's, after a trial of each, which takes turns
-    of several steps. Tokens stay the model's."""
-    llm = start(ahead, options(num_drafts=2, draft_gate=True), max_model_len=512)
+@pytest.mark.parametrize(
+    "exit_layer, num_drafts, best",
+    [(2, 2, Way()), (2, 2, Way(2, 2)), ([1, 2], 1, Way(1, 2))],
+)
+def test_a_gate_drafts_as_is_fastest(
+    ahead, llama, exit_layer, num_drafts, best, monkeypatch
+):
+    """How many, and after which layers, by a clock of the test's, after a trial of each
+    way, which takes turns of several steps. Tokens stay the model's."""
+    speculative = options(exit_layer, num_drafts, draft_gate=True)
+    llm = start(ahead, speculative, max_model_len=512)
     gate = llm.llm_engine.engine_core.engine_core.scheduler.draft_gate
     gate.sizes, gate.size, gate.last, gate.steps_left = {}, None, None, 0
     schedule, note = gate.schedule, gate.note
-    chosen, time, num_drafts = [], 0, 0
+    chosen, time, drafting, ran = [], 0, Way(), []
 
-    def scheduling(req_ids, *args) -> int:
+    def scheduling(req_ids, *args) -> Way:
         found = schedule(req_ids, *args)
         if req_ids:
             chosen.append(found)
         return found
 
     def noting(scheduler_output, sampled) -> None:
-        nonlocal num_drafts
-        num_drafts = scheduler_output.num_spec_tokens_to_schedule
+        nonlocal drafting
+        drafting = _way_of(scheduler_output)
         note(scheduler_output, sampled)
 
     def now() -> int:
         nonlocal time
-        time += 1 if num_drafts == best else 9
+        time += 1 if drafting == best else 9
         return time
+
+    def running(first_layers, *args):
+        ran.append(first_layers.exit_layer)
+        return run(first_layers, *args)
 
     monkeypatch.setattr(gate, "schedule", scheduling)
     monkeypatch.setattr(gate, "note", noting)
     monkeypatch.setattr(gate, "_now", now)
-    ids = random_ids(best, VOCABULARY, 20)
+    run = DraftPass.run
+    monkeypatch.setattr(DraftPass, "run", running)
+    ids = random_ids(best.num_drafts, VOCABULARY, 20)
     with drafted_ahead(llm) as drafted:
         (completion,) = generate(llm, [ids], params(400))
     assert_greedy(llama, ids, completion, 400)
     turns = 3 * -(-(DROPPED_ROUNDS + TRIAL_ROUNDS) // (STEPS_PER_TURN - 2))
-    trial, after = np.split(np.array(chosen), [turns * STEPS_PER_TURN])
+    trial, after = chosen[: turns * STEPS_PER_TURN], chosen[turns * STEPS_PER_TURN :]
     firsts = trial[::STEPS_PER_TURN]
-    assert (trial == firsts.repeat(STEPS_PER_TURN)).all()
-    assert [*firsts] == [0, 1, 2] * (turns // 3)
+    assert trial == [way for way in firsts for _ in range(STEPS_PER_TURN)]
+    exits = exit_layer if isinstance(exit_layer, list) else [exit_layer]
+    drafting_ways = [Way(n, after) for after in exits for n in range(1, num_drafts + 1)]
+    assert firsts == [Way(), *drafting_ways] * (turns // 3)
     assert {*after} == {best} and len(after) > 20
     # What was drafted is what was chosen.
-    assert [len(tokens) for (tokens,) in drafted] == [n for n in chosen if n]
+    lens = [way.num_drafts for way in chosen]
+    assert [len(tokens) for (tokens,) in drafted] == [n for n in lens if n]
+    assert ran == [way.exit_layer for way in chosen for _ in range(way.num_drafts)]
     # And other batches, as time has it.
     prompts = random_prompts(9, VOCABULARY, 120)
     for ids, completion in zip(prompts, generate(llm, prompts, params(12))):
@@ -264,10 +281,6 @@ def test_no_noise_is_drawn_twice(ahead, llama, monkeypatch):
         ("a min_acceptance that is not 0", dict(min_acceptance=0.5)),
         ("a min_acceptance that is not 0", {}),  # its default with probes
         ("prompt_lookup_max", dict(min_acceptance=0, prompt_lookup_max=3)),
-        (
-            "several numbers of layers in exit_layer",
-            dict(min_acceptance=0, exit_layer=[1, 2], draft_gate=True),
-        ),
     ],
 )
 def test_what_waits_is_refused_by_name(engine, runner, calibration, named, others):

@@ -24,6 +24,11 @@ EXIT = 5
 """Of six layers: their drafts are accepted often enough for a wrong probability to show."""
 
 
+REGEX = "[a-z_ ]{1,200}"
+CHARACTERS = {*"abcdefghijklmnopqrstuvwxyz_Ġ"}
+"""Those of REGEX, as the tokenizer writes them."""
+
+
 @pytest.fixture(params=["fixed", "probes", "greedy drafts"])
 def llm(request, engine, runner, tmp_path_factory):
     kind = request.param
@@ -61,3 +66,57 @@ def test_frequencies(llm, oracle, runner, temperature):
             pvalues.append(pvalue(np.bincount(rows, minlength=VOCABULARY), expected))
     assert runner == "v2" or len(pvalues) >= 4
     assert min(pvalues) > 1e-4 / len(pvalues), sorted(pvalues)[:3]
+
+
+class Allowed:
+    """A model that may say some tokens only."""
+
+    def __init__(self, model, allowed: list[int]):
+        self.model = model
+        self.forbids = np.full(VOCABULARY, -np.inf)
+        self.forbids[allowed] = 0
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        return self.model.logits(ids) + self.forbids
+
+
+def test_frequencies_under_a_grammar(engine, oracle, runner):
+    """What it forbids is often drafted, and then not verified, which must not show. Beside
+    such requests are some without a grammar."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    temperature, count = 0.5, 2400 if runner == "v1" else 96
+    llm = start(engine, options(EXIT, 2), **STEPS[runner])
+    vocabulary = llm.get_tokenizer().get_vocab()
+    allowed = [token for text, token in vocabulary.items() if not {*text} - CHARACTERS]
+    kinds = [
+        SamplingParams(
+            max_tokens=4,
+            min_tokens=4,
+            temperature=temperature,
+            detokenize=False,
+            structured_outputs=StructuredOutputsParams(regex=REGEX),
+        ),
+        params(4, temperature=temperature),
+    ]
+    sampling = ([kinds[0]] * 7 + [kinds[1]]) * (count // 8)
+    outputs = llm.generate([prompt(PROMPT)] * count, sampling, use_tqdm=False)
+    answers = np.array([output.outputs[0].token_ids for output in outputs])
+    answers = answers.reshape(-1, 8, answers.shape[1])
+    free = oracle("deep_llama")
+    some, all_tokens = np.split(answers, [7], axis=1)
+    for model, drawn in ((Allowed(free, allowed), some), (free, all_tokens)):
+        drawn = drawn.reshape(-1, drawn.shape[-1])
+        pvalues = []
+        for place in range(1, 4):
+            starts, counts = np.unique(drawn[:, :place], axis=0, return_counts=True)
+            for before in starts[counts >= 50]:
+                rows = drawn[(drawn[:, :place] == before).all(axis=1), place]
+                logits = model.logits(PROMPT + before.tolist())[-1]
+                probs = np.exp(log_softmax(logits / temperature))
+                expected = np.maximum(probs, 1e-12) * len(rows)
+                found = np.bincount(rows, minlength=VOCABULARY)
+                pvalues.append(pvalue(found, expected))
+        assert runner == "v2" or pvalues
+        assert min(pvalues, default=1) > 1e-4 / max(len(pvalues), 1), sorted(pvalues)[:3]

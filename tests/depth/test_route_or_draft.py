@@ -26,8 +26,15 @@ from depth_routing import (
     routing,
     serve,
 )
-from early_exits import VOCABULARY, calibration, options, watched  # noqa: F401
-from scoring import random_ids
+from early_exits import (
+    VOCABULARY,
+    assert_greedy,
+    calibration,  # noqa: F401
+    generate,
+    options,
+    watched,
+)
+from scoring import params, random_ids
 
 from vllm.v1.worker.depth.draft_gate import (
     DROPPED_ROUNDS,
@@ -36,6 +43,29 @@ from vllm.v1.worker.depth.draft_gate import (
     DraftGate,
     Way,
 )
+
+
+def test_prompts_of_one_token(engine, oracle):
+    """Beside requests that decode the scheduler fills them up with drafts that say nothing,
+    also where the gate is not asked, and the policy takes scores of each step."""
+    llm = engine(
+        "deep_llama",
+        speculative_config=options(2, 2, draft_gate=True),
+        enable_utio=True,
+        utio_bucket_cutoffs=(2, 4),
+        utio_min_batch_size=2,
+        max_num_seqs=5,
+        max_num_batched_tokens=64,
+        block_size=32,
+    )
+    rng = np.random.default_rng(0)
+    prompts = [random_ids(n, VOCABULARY, 1 if n % 2 else 33) for n in range(24)]
+    lengths = rng.integers(5, 14, len(prompts)).tolist()
+    for _ in range(2):  # the second time all but a token of the longer ones is cached
+        sampling = [params(length, max_depth=NUM_LAYERS) for length in lengths]
+        completions = generate(llm, prompts, sampling)
+        for ids, completion, length in zip(prompts, completions, lengths):
+            assert_greedy(oracle("deep_llama"), ids, completion, length)
 
 
 def start(engine, family="deep_llama", drafts=None, **others):

@@ -74,6 +74,27 @@ def test_each_sequence_has_them(engine, n):
     assert len(output.prompt_logprobs) == 30 and output.target_logprobs is None
 
 
+def test_each_stream_begins_with_them(engine):
+    """Though one of the sequences computes in four steps what the others find cached."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = engine("llama", block_size=32, long_prefill_token_threshold=32)
+    ids = random_ids(5, CONFIGS["llama"].vocab_size, 100)
+    run(llm, [prompt(ids)], params(1))
+    sampling = SamplingParams(
+        n=2, max_tokens=6, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA
+    )
+    llm.llm_engine.add_request("a", prompt(ids), sampling)
+    found = {0: [], 1: []}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            for completion in output.outputs:
+                found[completion.index].append(len(output.prompt_logprobs or ()))
+    for lengths in found.values():
+        assert lengths[0] == 100 and not any(lengths[1:])
+
+
 def test_nothing_is_refused_or_allowed_that_was_not(engine):
     from vllm.exceptions import VLLMValidationError
 

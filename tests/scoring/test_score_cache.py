@@ -2,12 +2,14 @@
 """Requests that score their own prompt read the prefix cache where its scores are kept."""
 
 import os
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from adapters import RANK
 from oracle import Oracle, log_softmax
+from safetensors.torch import load_file, save_file
 from scoring import LOGIT_ERROR, params, prompt, random_ids, run, score
 from tiny_models import CONFIGS
 
@@ -174,9 +176,46 @@ def test_other_salts_and_resets_share_nothing(llm):
     assert [cached(), cached("a"), cached("b"), cached("a")] == [0, 0, 0, 3 * BLOCK]
     assert llm.reset_prefix_cache()
     assert [cached("a"), cached("a")] == [0, 3 * BLOCK]
-    # What runs in the workers may change the weights.
+    # What runs in the workers may change the weights, so that nothing is known of what
+    # the prefix cache holds until it is reset.
     llm.collective_rpc("check_health")
+    assert [cached("a"), cached("a")] == [0, 0]
+    assert llm.reset_prefix_cache()
+    llm.collective_rpc("check_health")  # while it holds nothing
+    assert repr(llm)
     assert [cached("a"), cached("a")] == [0, 3 * BLOCK]
+
+
+def flip(model) -> None:
+    """Changes what the second layer's keys and values are made of; twice, not at all."""
+    model.model.layers[0].post_attention_layernorm.weight.data.neg_()
+
+
+def logprobs_of(llm, ids: list[int], adapter=None) -> np.ndarray:
+    """The log-probabilities that `prompt_logprobs` gives the prompt's tokens."""
+    sampling = params(1, prompt_logprobs=0)
+    outputs = llm.generate([prompt(ids)], sampling, lora_request=adapter, use_tqdm=False)
+    entries = outputs[0].prompt_logprobs[1:]
+    return np.array([entry[token].logprob for token, entry in zip(ids[1:], entries)])
+
+
+def test_weights_that_change(llm):
+    """By whoever asks first, and by who asks for more, the prefix cache still holding what
+    the old weights made."""
+    ids = random_ids(12, VOCABULARY, 5 * BLOCK)
+    before = logprobs_of(llm, ids)
+    llm.apply_model(flip)
+    found = [logprobs_of(llm, ids[:n]) for n in (4 * BLOCK, 5 * BLOCK)]
+    assert llm.reset_prefix_cache()
+    expected = logprobs_of(llm, ids)
+    llm.apply_model(flip)
+    assert llm.reset_prefix_cache()
+    assert np.abs(expected - before).max() > 0.1
+    for logprobs in found:
+        np.testing.assert_allclose(
+            logprobs, expected[: len(logprobs)], atol=TOLERANCE
+        )
+    np.testing.assert_allclose(logprobs_of(llm, ids), before, atol=TOLERANCE)
 
 
 def test_without_it(engine, oracle):
@@ -186,6 +225,46 @@ def test_without_it(engine, oracle):
         (output,) = run(llm, [prompt(ids)], params(1, prompt_logprobs=1))
         assert output.num_cached_tokens == 0
         assert_prompt_logprobs(output, oracle("llama").logits(ids), ids, 1)
+
+
+LORA = dict(
+    block_size=BLOCK,
+    num_gpu_blocks_override=32,
+    enable_lora=True,
+    max_lora_rank=RANK,
+    disable_log_stats=False,
+)
+
+
+@pytest.mark.parametrize("how", ["in place", "again", "under another id"])
+def test_adapters_that_change(engine, adapter_folders, tmp_path, how):
+    """Under their old name, the prefix cache holding what they made before."""
+    from vllm.lora.request import LoRARequest
+
+    llm = engine("llama", max_num_batched_tokens=48, **LORA)
+    path = tmp_path / "adapter"
+    shutil.copytree(adapter_folders[0], path)
+    ids = random_ids(13, VOCABULARY, 5 * BLOCK)
+    number = 10 * (1 + ["in place", "again", "under another id"].index(how))
+    name = f"changes {how}"
+    first = LoRARequest(name, number, str(path), load_inplace=how == "in place")
+    before = logprobs_of(llm, ids, first)
+    file = path / "adapter_model.safetensors"
+    save_file({key: 2 * tensor for key, tensor in load_file(file).items()}, file)
+    second = first
+    if how == "again":
+        llm.llm_engine.remove_lora(number)
+    elif how == "under another id":
+        llm.llm_engine.remove_lora(number)
+        second = LoRARequest(name, number + 1, str(path))
+        llm.llm_engine.add_lora(second)
+    found = [logprobs_of(llm, ids[:n], second) for n in (4 * BLOCK, 5 * BLOCK)]
+    expected = logprobs_of(llm, ids, LoRARequest(f"other {how}", number + 2, str(path)))
+    assert np.abs(expected - before).max() > 0.1
+    for logprobs in found:
+        np.testing.assert_allclose(
+            logprobs, expected[: len(logprobs)], atol=TOLERANCE
+        )
 
 
 @dataclass
@@ -201,15 +280,7 @@ def test_random_histories(engine, adapter_folders, budget):
     from vllm.lora.request import LoRARequest
 
     adapter, merged = adapter_folders
-    llm = engine(
-        "llama",
-        block_size=BLOCK,
-        num_gpu_blocks_override=32,
-        max_num_batched_tokens=budget,
-        enable_lora=True,
-        max_lora_rank=RANK,
-        disable_log_stats=False,
-    )
+    llm = engine("llama", max_num_batched_tokens=budget, **LORA)
     oracles = (Oracle(llm.model_config.model), Oracle(merged))
     rng = np.random.default_rng(budget)
     stems = [random_ids(100 + i, VOCABULARY, 200) for i in range(3)]

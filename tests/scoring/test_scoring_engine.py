@@ -15,6 +15,7 @@ from scoring import (
 from tiny_models import CONFIGS
 
 VOCABULARY = CONFIGS["llama"].vocab_size
+CACHE = 700_000  # bytes, for fewer tokens than the model takes
 CHUNKED = dict(max_num_batched_tokens=32, max_num_seqs=4)
 
 
@@ -121,6 +122,15 @@ def test_delta_outputs_carry_the_scores_once(chunked, llama):
     assert len(others) == 2
     assert_scores(first.target_logprobs, llama, ids, ids[1:])
     assert all(output.target_logprobs is None for output in others)
+
+
+def test_a_context_that_is_fitted_to_the_memory(engine, llama):
+    """The workers are told its length before there is a scheduler."""
+    llm = engine("llama", max_model_len=-1, kv_cache_memory_bytes=CACHE, block_size=32)
+    most = llm.model_config.max_model_len
+    assert 128 <= most < CONFIGS["llama"].max_position_embeddings
+    ids = random_ids(9, VOCABULARY, 100)
+    assert_scores(score(llm, ids, ids[1:]), llama, ids, ids[1:])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

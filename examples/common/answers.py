@@ -88,6 +88,18 @@ class Answer:
         """Of the first choice."""
         return self.choices[0].text
 
+    @classmethod
+    def joined(cls, answers: "Sequence[Answer]") -> "Answer":
+        """As of one request. A number that an answer lacks is lacking."""
+        counts = [
+            (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+            for answer in answers
+        ]
+        return cls(
+            [choice for answer in answers for choice in answer.choices],
+            *(None if None in column else sum(column) for column in zip(*counts)),
+        )
+
 
 def top_ids(top: dict[str, float]) -> dict[int, float]:
     """One entry of `Choice.top` by token id.

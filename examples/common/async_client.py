@@ -24,6 +24,12 @@ the files takes longer than reading lists."""
 SCORING = "target_token_ids", "target_text", "continuations", "target_top_k"
 """Fields that ask for scores."""
 
+PER_PROMPT = "target_token_ids", "target_text"
+"""Fields with an entry a prompt, unless they are a text for all."""
+
+MAX_PROMPTS = 1024
+"""Of a request: what vLLM takes by default (`VLLM_MAX_COMPLETION_PROMPTS`)."""
+
 T = TypeVar("T")
 Ids = Sequence[int]
 Rows = Sequence[int] | Sequence[Sequence[int]] | np.ndarray
@@ -241,7 +247,7 @@ class AsyncClient:
     async def complete(
         self, prompts: Sequence[str] | Sequence[Ids], **fields: Any
     ) -> Answer:
-        """Continues prompts, in one request.
+        """Continues prompts, in one request for each `MAX_PROMPTS` of them.
 
         Args:
             prompts: texts, or token ids each.
@@ -249,8 +255,16 @@ class AsyncClient:
                 `target_token_ids` and `target_text` fill `Choice.scores`,
                 `target_generated` fills `Choice.generated`.
         """
-        count = len(prompts) * fields.get("n", 1)
-        return await self._complete({"prompt": prompts, **fields}, count)
+        found = []
+        for begin in range(0, max(len(prompts), 1), MAX_PROMPTS):
+            part = slice(begin, begin + MAX_PROMPTS)
+            body = {"prompt": prompts[part], **fields}
+            for name in PER_PROMPT:
+                if not isinstance(fields.get(name), str | None):
+                    body[name] = fields[name][part]
+            count = len(body["prompt"]) * fields.get("n", 1)
+            found.append(await self._complete(body, count))
+        return Answer.joined(found)
 
     async def _complete(self, body: dict, count: int) -> Answer:
         read = partial(answers.read_completion, count=count)

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from common import AsyncClient, Client, ClientError, Model, ServerGone, top_ids
-from common.async_client import NPY_VALUES
+from common.async_client import MAX_PROMPTS, NPY_VALUES
 
 HELLO = [{"role": "user", "content": "hello"}]
 CARDS = b'{"data": [{"id": "m", "root": "/m", "max_model_len": 9}]}'
@@ -135,6 +135,21 @@ def test_completions(server, client):
         assert choice.top == [expected] and choice.scores is None
     expected = {"model": "m", "prompt": ["x", "y"], "max_tokens": 1, "logprobs": 4}
     assert server.bodies == [expected]
+
+
+def test_more_prompts_than_a_request_takes(server, client):
+    prompts = [[65, n] for n in range(MAX_PROMPTS + 3)]
+    targets = [[[n % 7, 70]] for n in range(len(prompts))]
+    answer = client.complete(prompts, target_token_ids=targets, max_tokens=0)
+    assert [len(body["prompt"]) for body in server.bodies] == [MAX_PROMPTS, 3]
+    for prompt, row, choice in zip(prompts, targets, answer.choices, strict=True):
+        expected = [server.logprob(prompt[:1], token) for token in row[0]]
+        np.testing.assert_array_equal(choice.scores.logprobs[0], np.float32(expected))
+    assert answer.cached_tokens == 0
+    texts = [f"{n}" for n in range(MAX_PROMPTS + 1)]
+    answer = client.complete(texts, max_tokens=1, logprobs=1)
+    for text, choice in zip(texts, answer.choices, strict=True):
+        assert choice.top[0]["a"] == server.logprob(text, "a")
 
 
 def test_chat(server, client):

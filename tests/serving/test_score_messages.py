@@ -14,7 +14,7 @@ import pytest
 from chat_templates import FORGETFUL, MARKED, PLAIN, conversation, tokens_and_spans
 from scoring import assert_options, assert_scores
 from scoring_server import Server, decode
-from tiny_models import make_tokenizer
+from tiny_models import EOS, make_tokenizer
 
 CHAT = "/v1/chat/completions"
 TOKENIZER = make_tokenizer()
@@ -57,6 +57,32 @@ def test_messages(server, llama, which, template, encoding):
         assert abs(one["logprob_sum"] - expected.logprobs.sum()) < 1e-4 * len(span)
         assert one["is_greedy"] == bool((expected.ranks == 1).all())
     assert answer["usage"]["prompt_tokens"] == spans[-1].stop
+
+
+@pytest.mark.parametrize("text", ["np \N{GRINNING FACE}", "日本", "é"])
+@pytest.mark.parametrize("which", ["last", "assistant"])
+def test_a_last_character_of_several_tokens(server, which, text):
+    """All of them are the message's, where the template's marks end with it."""
+    template = MARKED.replace(EOS + "{% endgeneration %}", "{% endgeneration %}" + EOS)
+    messages = [
+        message | ({"content": text} if message["role"] == "assistant" else {})
+        for message in MESSAGES
+    ]
+    answer = score(server, messages, which, chat_template=template)
+    ids, spans = tokens_and_spans(TOKENIZER, messages)
+    for one in answer["choices"][0]["message_scores"]:
+        span = spans[one["message"]]
+        found = decode("token_ids", one["token_ids"])[:, 0].tolist()
+        assert found == ids[span.start : span.stop - 1]
+
+
+def test_a_turn_that_ends_with_another_stop_token(server):
+    """Of which the tiny models' configuration has none: the whole turn is scored."""
+    template = PLAIN.replace(EOS, "|")
+    answer = score(server, MESSAGES, "last", chat_template=template)
+    (one,) = answer["choices"][0]["message_scores"]
+    tokens = decode("token_ids", one["token_ids"])[:, 0].tolist()
+    assert TOKENIZER.decode(tokens) == MESSAGES[-1]["content"] + "|\n"
 
 
 def test_temperature_and_top_k(server, llama):

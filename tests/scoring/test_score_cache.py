@@ -241,7 +241,7 @@ def test_adapters_that_change(engine, adapter_folders, tmp_path, how):
     """Under their old name, the prefix cache holding what they made before."""
     from vllm.lora.request import LoRARequest
 
-    llm = engine("llama", max_num_batched_tokens=48, **LORA)
+    llm = engine("llama", max_num_batched_tokens=1024, **LORA)
     path = tmp_path / "adapter"
     shutil.copytree(adapter_folders[0], path)
     ids = random_ids(13, VOCABULARY, 5 * BLOCK)

@@ -76,8 +76,8 @@ def test_a_last_character_of_several_tokens(server, which, text):
         assert found == ids[span.start : span.stop - 1]
 
 
-def test_a_turn_that_ends_with_another_stop_token(server):
-    """Of which the tiny models' configuration has none: the whole turn is scored."""
+def test_a_turn_without_a_stop_token(server):
+    """All that the template writes of it is scored."""
     template = PLAIN.replace(EOS, "|")
     answer = score(server, MESSAGES, "last", chat_template=template)
     (one,) = answer["choices"][0]["message_scores"]

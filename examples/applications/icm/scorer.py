@@ -169,7 +169,7 @@ class Scorer:
     # Scores
 
     def score(self, prompts: Sequence[Piece], labels: Sequence[Piece]) -> LabelScores:
-        """Scores every label after every prompt, in one request.
+        """Scores every label after every prompt, in one call.
 
         Raises:
             ClientError: the server refuses the request, or gives no

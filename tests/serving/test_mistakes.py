@@ -57,7 +57,6 @@ MISSPELT = [
     (completion, "target_topk", 2, "target_top_k"),
     (completion, "target_temperatures", 2, "target_temperature"),
     (completion, "target_logprob_encoding", "npy", "target_logprobs_encoding"),
-    (completion, "encodings", "npy", "encoding"),
     (generate, "target_tokens_ids", [6, 7], "target_token_ids"),
     (generate, "target_topk", 2, "target_top_k"),
     (completion, "target_generate", {}, "target_generated"),
@@ -77,23 +76,27 @@ def test_misspelt_fields(server, make, field, value, meant, max_tokens):
 
 
 REFUSED = [
-    # An encoding, by the name that was given, with and without targets.
+    # An encoding, by the name that was given. Without targets, `encoding` may be another.
     (completion(target_token_ids=[6], encoding="x"), "encoding", "'json' or 'npy'"),
     (
         completion(target_token_ids=[6], target_logprobs_encoding="x"),
         "target_logprobs_encoding",
         "'json' or 'npy'",
     ),
-    (completion(max_tokens=1, encoding="x"), "encoding", "'json' or 'npy'"),
+    (completion(target_token_ids=[6], encodings="npy"), "encodings", "`encoding`"),
     (
         completion(max_tokens=1, target_logprobs_encoding=5),
         "target_logprobs_encoding",
         "'json' or 'npy'",
     ),
     (generate(target_token_ids=[6], encoding="x"), "encoding", "'json' or 'npy'"),
-    (generate(max_tokens=1, encoding="x"), "encoding", "'json' or 'npy'"),
     (chat(score_messages="last", encoding="x"), "encoding", "'json' or 'npy'"),
-    (chat(max_tokens=1, encoding=["npy"]), "encoding", "'json' or 'npy'"),
+    # What belongs beside the sampling parameters.
+    (
+        generate(max_tokens=1, sampling={"target_token_ids": [6]}),
+        "target_token_ids",
+        "beside",
+    ),
     # What a field must be, and what it was.
     (completion("a", continuations=" np"), "continuations", "a list of texts.*got str"),
     (completion("a", continuations=[5]), "continuations", "hold texts.*got int"),
@@ -134,12 +137,14 @@ def test_refused(server, request_, param, message):
 TAKEN = [
     completion(max_tokens=1, user="x", message="x", target="x", encoding_format="x"),
     completion(max_tokens=1, encoding="npy"),
+    completion(max_tokens=1, encoding="utf-8", encodings=["x"], decoding="greedy"),
+    completion(max_tokens=1, continuation="x"),
     completion(max_tokens=1, encoding=None, target_logprobs_encoding=None),
     completion(max_tokens=1, target_tokens_ids=None),
     completion(target_token_ids=[6], target_logprobs_encoding=None),
     completion(max_tokens=1, **{f"target_text{n}" * 99: n for n in range(999)}),
-    generate(max_tokens=1, target="x", encoding="json"),
-    chat(max_tokens=1, encoding="json", continuations="x"),
+    generate(max_tokens=1, target="x", encoding="utf-8"),
+    chat(max_tokens=1, encoding=["npy"], continuations="x"),
 ]
 
 

@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from depth_routing import model_runner
 from early_exits import (
     HIDDEN,
     STEPS,
@@ -78,6 +79,30 @@ class Allowed:
 
     def logits(self, ids: list[int]) -> np.ndarray:
         return self.model.logits(ids) + self.forbids
+
+
+def test_drafts_beside_a_grammar_are_certain(engine, runner, monkeypatch):
+    """So that those which it forbids need not be verified (reaches into private parts)."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = start(engine, options(EXIT, 2), **STEPS[runner])
+    grammar = StructuredOutputsParams(regex=REGEX)
+    sampling = SamplingParams(max_tokens=8, structured_outputs=grammar)
+    runs = model_runner(llm)
+    if runner == "v1":
+
+        def drawing(*args):
+            raise AssertionError("a draft is drawn")
+
+        monkeypatch.setattr(runs.drafter, "_make_draw", drawing)
+        llm.generate([prompt(PROMPT)] * 4, sampling, use_tqdm=False)
+        return
+    logits = runs.speculator.draft_logits.zero_()
+    llm.generate([prompt(PROMPT)] * 4, sampling, use_tqdm=False)
+    drafted = logits[(logits != 0).any(dim=-1)]
+    assert len(drafted) >= 4
+    assert (drafted.isneginf().sum(dim=-1) == VOCABULARY - 1).all()
 
 
 def test_frequencies_under_a_grammar(engine, oracle, runner):

@@ -265,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in ("series", "lint", "sbom", "requirements"):
         in_small_environment(HERE, sys.argv[1], sys.argv[2:])
-    arguments = _parser().parse_args()
+    arguments = _parser().parse_intermixed_args()
     unknown = sorted({*arguments.part} - {*PARTS})
     if unknown or (arguments.part != PARTS and arguments.verb != "test"):
         raise ToolError(f"no part of the tests: {', '.join(unknown or arguments.part)}")

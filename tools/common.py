@@ -6,6 +6,7 @@ environment.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -115,12 +116,15 @@ HERE = Checkout(Path(__file__).resolve().parent.parent)
 _DROPPED_PREFIXES = (
     "PYTHON",
     "VLLM_",
+    "PIP_CONSTRAINT",
+    "PIP_BUILD_CONSTRAINT",
     "PIP_TARGET",
     "PIP_PREFIX",
     "PIP_USER",
     "PIP_ROOT",
     "PIP_REQUIRE_",
     "PIP_NO_BINARY",
+    "PIP_NO_BUILD_ISOLATION",
     "PIP_ONLY_BINARY",
 )
 
@@ -164,5 +168,9 @@ def run_main(main: Callable[[], None]) -> None:
     except ToolError as error:
         sys.stdout.flush()  # what was said before, in a pipe as well
         sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"error: the disk is full: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -69,12 +69,14 @@ _CONFIG = {
     "init.defaultObjectFormat": "sha1",
     "init.templateDir": "",
     "mailinfo.scissors": "false",
-    "merge.conflictStyle": "merge",
+    "merge.conflictStyle": "diff3",  # shows a person the old release's lines too
     "merge.renames": "true",
     "rebase.autoSquash": "false",
     "rebase.autoStash": "false",
     "rebase.updateRefs": "false",
     "rerere.enabled": "false",
+    "safe.bareRepository": "all",
+    "safe.directory": "*",  # all are ours, whoever made the folder that they lie in
     "tag.gpgSign": "false",
 }
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package index that pip is set up for: its list of files, and their bytes.
 
-pip's own files and variables say where it is. It is asked as PEP 503 says, since
+pip's own files and variables say where it is. ``pip_environment`` hands on what they say
+of that and nothing else. The index is asked as PEP 503 says, since
 pip runs the code of a source archive to learn its version, and vLLM's needs torch.
 """
 
@@ -10,6 +11,7 @@ import base64
 import contextlib
 import http.client
 import netrc
+import os
 import re
 import shutil
 import ssl
@@ -26,15 +28,23 @@ from tools.common import Checkout, ToolError, clean_environment
 
 _ATTEMPTS = 3
 _SECTIONS = ("global", "install", "download", ":env:")  # the last one wins
+_REACHED_BY = (
+    "index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "cert",
+    "client-cert", "proxy", "timeout", "default-timeout", "retries", "keyring-provider",
+    "no-cache-dir",
+)  # fmt: skip
 
 
 class Unreachable(ToolError):
     """No answer; the text names no address, which may hold a password."""
 
-    def __init__(self, wanted: str) -> None:
+    def __init__(self, wanted: str, error: Exception) -> None:
+        reason = getattr(error, "reason", error)
+        said = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else ""
+        said = said or getattr(reason, "reason", "") or type(reason).__name__
         super().__init__(
-            f"no package index could be reached for {wanted}. Check the network, or "
-            "PIP_INDEX_URL and the proxy settings, and run again"
+            f"no package index could be reached for {wanted} ({said}). Check the network, "
+            "or PIP_INDEX_URL and the proxy settings, and run again"
         )
 
 
@@ -42,21 +52,36 @@ class Index:
     """What pip would look at, by the settings of the user."""
 
     def __init__(self, checkout: Checkout) -> None:
-        self.settings = _pip_settings(checkout)
-        self.opener = urllib.request.build_opener(
-            urllib.request.HTTPSHandler(context=self._trust()), *self._proxies()
-        )
+        self.settings = pip_settings(checkout)
+        self.openers = {
+            trusted: urllib.request.build_opener(
+                urllib.request.HTTPSHandler(context=self._trust(trusted)),
+                *self._proxies(),
+            )
+            for trusted in (False, True)
+        }
 
     def files(self, project: str) -> dict[str, str]:
         """The addresses of a project's files, by file name.
 
+        An index that refuses or does not answer is passed over, as pip does, if
+        another one has files.
+
         Raises:
-            Unreachable: an index does not answer.
+            Unreachable: no index has a file, and one does not answer.
         """
         found: dict[str, str] = {}
+        failed: Unreachable | None = None
         for address in self._pages(project):
-            for name, link in self._links(address, project).items():
+            try:
+                links = self._links(address, project)
+            except Unreachable as error:
+                failed = failed or error
+                continue
+            for name, link in links.items():
                 found.setdefault(name, link)
+        if failed and not found:
+            raise failed
         return found
 
     def download(self, address: str, path: Path) -> None:
@@ -69,11 +94,15 @@ class Index:
             try:
                 with self._open(address) as answer, path.open("wb") as stream:
                     shutil.copyfileobj(answer, stream, 2**20)
+                    length = answer.headers.get("Content-Length")
+                    if length is not None and stream.tell() != int(length):
+                        # Read by parts, an answer that breaks off looks complete.
+                        raise ConnectionResetError
                 return
-            except (OSError, http.client.HTTPException):
+            except (OSError, http.client.HTTPException) as error:
                 path.unlink(missing_ok=True)
                 if not left:
-                    raise Unreachable(path.name) from None
+                    raise Unreachable(path.name, error) from None
 
     def _pages(self, project: str) -> list[str]:
         """Addresses of the pages that list files; a folder's ends in a slash."""
@@ -101,13 +130,13 @@ class Index:
             except urllib.error.HTTPError as error:
                 if error.code in (404, 410):
                     return {}
-                if not left:
-                    raise Unreachable(project) from None
-            except (OSError, http.client.HTTPException):
+                if not left or error.code < 500:
+                    raise Unreachable(project, error) from None
+            except (OSError, http.client.HTTPException) as error:
                 if address.startswith("file:"):
                     return {}
                 if not left:
-                    raise Unreachable(project) from None
+                    raise Unreachable(project, error) from None
         raise AssertionError
 
     def _open(self, address: str) -> IO[bytes]:
@@ -125,15 +154,30 @@ class Index:
             pair = f"{unquote(user)}:{unquote(password or '')}".encode()
             basic = f"Basic {base64.b64encode(pair).decode()}"
             request.add_unredirected_header("Authorization", basic)
-        timeout = float(self.settings.get("timeout") or 60)
-        return self.opener.open(request, timeout=timeout)
+        names = "timeout", "default-timeout"
+        timeout = float(next(filter(None, map(self.settings.get, names)), 60))
+        hosts = self.settings.get("trusted-host", "").split()
+        is_trusted = host in hosts or parts.hostname in hosts
+        return self.openers[is_trusted].open(request, timeout=timeout)
 
-    def _trust(self) -> ssl.SSLContext:
-        own = self.settings.get("cert", "")
+    def _trust(self, trusted: bool) -> ssl.SSLContext:
+        """What pip trusts; a host that the user trusts needs no certificate."""
+        variables = map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"))
+        own = next(filter(None, [self.settings.get("cert"), *variables]), "")
         context = ssl.create_default_context(
             cafile=own if Path(own).is_file() else None,
             capath=own if own and Path(own).is_dir() else None,
         )
+        if not own:  # the system may have none
+            with contextlib.suppress(ImportError, OSError):
+                from pip._vendor import certifi
+
+                context.load_verify_locations(certifi.where())
+        if self.settings.get("client-cert"):
+            context.load_cert_chain(self.settings["client-cert"])
+        if trusted:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
         return context
 
     def _proxies(self) -> list[urllib.request.BaseHandler]:
@@ -151,7 +195,7 @@ class _Page(HTMLParser):
             self.links += [value for name, value in attrs if name == "href" and value]
 
 
-def _pip_settings(checkout: Checkout) -> dict[str, str]:
+def pip_settings(checkout: Checkout) -> dict[str, str]:
     """pip's options, from the user's files and variables.
 
     Raises:
@@ -169,6 +213,23 @@ def _pip_settings(checkout: Checkout) -> dict[str, str]:
     rows = [row for row in rows if row[0] in _SECTIONS]
     rows.sort(key=lambda row: _SECTIONS.index(row[0]))
     return {option: str(ast.literal_eval(value)) for _, option, value in rows}
+
+
+def pip_environment(checkout: Checkout) -> dict[str, str]:
+    """Variables for pip: the user's indexes, how they are reached, and no other setting.
+
+    A `target`, `user` or `constraint` of theirs would install elsewhere or fail.
+    """
+    made = clean_environment(checkout)
+    try:
+        settings = pip_settings(checkout)
+    except ToolError:  # a Python without pip can make environments that have it
+        return made
+    for name in _REACHED_BY:
+        if name in settings:
+            made[f"PIP_{name.upper().replace('-', '_')}"] = settings[name]
+    made["PIP_CONFIG_FILE"] = os.devnull
+    return made
 
 
 def _default_index() -> str:

@@ -8,7 +8,8 @@ import argparse
 import subprocess
 
 from tools import lock as locks
-from tools.common import HERE, Checkout, ToolError, clean_environment, run_main
+from tools.common import HERE, Checkout, ToolError, run_main
+from tools.index import pip_environment
 from tools.lock import Target
 
 
@@ -23,8 +24,7 @@ def install(checkout: Checkout) -> None:
         raise ToolError(f"{len(wheels)} wheels for the CPU in dist/, wanted one")
     command = [str(checkout.venv / "bin" / "python"), "-m", "pip", "install"]
     command += ["--no-deps", "--no-index", "--force-reinstall", str(wheels[0])]
-    environment = clean_environment(checkout)
-    if subprocess.run(command, env=environment).returncode:
+    if subprocess.run(command, env=pip_environment(checkout)).returncode:
         raise ToolError(f"pip could not install {wheels[0].name}")
 
 

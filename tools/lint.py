@@ -26,6 +26,7 @@ import yaml
 
 from tools import bases, lock as locks, stacks
 from tools.common import HERE, Checkout, ToolError, run_main
+from tools.hermetic import hermetic_git
 from tools.stacks import ALL, DEPTH, FIXES, SCORING, STACKS, Contents
 
 _LINTERS = {
@@ -265,7 +266,7 @@ def lint_patches(checkout: Checkout, each_patch: bool = False) -> list[str]:
 def lint_own(checkout: Checkout) -> list[str]:
     """Check our own code: ruff with ruff.toml, shellcheck and typos as upstream has them."""
     lock = locks.read(checkout)
-    upstream = git.Git(str(checkout.bases))
+    upstream = hermetic_git(checkout.bases)
     base = bases.branch(lock.release)
     with checkout.scratch() as folder:
         settings = ".shellcheckrc", "pyproject.toml"

@@ -19,7 +19,9 @@ from tools.rewritten import parse
 from tools.stacks import DoesNotApply
 from tools.upstream_tests import touched
 
-_OURS = re.compile(r"^Upstream-Status:.*\n(?:[ \t].*\n)*", re.MULTILINE)
+_OURS = re.compile(
+    r"^Upstream-Status:.*\n(?:[ \t].*\n)*|^Not a plugin: (?:.+\n)*\n?", re.MULTILINE
+)
 _TABLE = re.compile(r"(?:^\s*\|.*\n)+", re.MULTILINE)
 _TEMPLATE = "## Purpose\n\n## Test Plan\n\n## Test Result\n"
 _TEMPLATE_FILE = ".github/PULL_REQUEST_TEMPLATE.md"
@@ -27,7 +29,8 @@ _LEFT_TO_DO = """\
 Left to you, since upstream takes no change that no human has reviewed:
   - read it as if it were not yours, and run its tests (attributes that other patches
     add are not looked for, so a patch that it needs may be missing here)
-  - rebase it onto upstream's main, and run upstream's `pre-commit run`
+  - put it on upstream's main, and run upstream's `pre-commit run`: git fetch origin main
+    && git rebase --onto origin/main {base}
   - put your name on it: git commit --amend --reset-author --signoff
   - follow upstream's AGENTS.md and CONTRIBUTING.md"""
 
@@ -120,7 +123,8 @@ def prepare(checkout: Checkout, name: str, run_tests: bool = False) -> str:
         what the person does next.
 
     Raises:
-        ToolError: there is no such patch, or the folder is there already.
+        ToolError: there is no such patch, the folder is there already, or there is no
+            environment to run tests in.
     """
     contents = stacks.read(checkout)
     stack, file = stacks.find(contents, name)
@@ -128,6 +132,8 @@ def prepare(checkout: Checkout, name: str, run_tests: bool = False) -> str:
     folder = checkout.build / "pr" / short
     if folder.exists():
         raise ToolError(f"{folder} is there: remove it, or work in it")
+    if run_tests and not (checkout.venv / "bin" / "python").exists():
+        raise ToolError("the tests need the whole environment: run ./build.sh first")
     release = locks.read(checkout).release
     base = bases.in_clone(release)
     line = _Line(contents, stack, file)
@@ -152,18 +158,12 @@ def prepare(checkout: Checkout, name: str, run_tests: bool = False) -> str:
     if chosen[1:]:
         rows += ["It needs these first, each a pull request of its own:"]
         rows += [f"  {one.removesuffix('.patch')}" for one in chosen[:-1]]
-    return "\n".join([*rows, _LEFT_TO_DO])
+    return "\n".join([*rows, _LEFT_TO_DO.format(base=base)])
 
 
 def _run_tests(checkout: Checkout, folder: Path, tests: list[str]) -> str:
-    """Run the tests against the branch; the lines of pytest that sum them up.
-
-    Raises:
-        ToolError: there is no environment to run them in.
-    """
+    """Run the tests against the branch; the lines of pytest that sum them up."""
     python = checkout.venv / "bin" / "python"
-    if not python.exists():
-        raise ToolError("the tests need the whole environment: run ./build.sh first")
     command = [str(python), "-m", "tools.upstream_tests", "--tree", str(folder), *tests]
     result = subprocess.run(
         command,

@@ -28,7 +28,7 @@ or give up with `./build.sh series rebase --abort`."""
 _NEXT = """\
 Read {comparison}, the old patches beside the new ones, then
   {python} -m tools.fetch --pin cpu-x86_64 cpu-aarch64   # the binaries of {release}
-  {python} -m tools.requirements                         # the versions it wants
+  ./build.sh requirements                                # the versions it wants
   ./build.sh test"""
 _MEND = """\
 Mend it in the first patch that has it (git -C {source} checkout STACK, then commit
@@ -98,7 +98,6 @@ def start(checkout: Checkout, release: str) -> None:
     print(f"tree {bases.import_sdist(checkout, path, release)}")
     repository = hermetic_git(checkout.source)
     repository.fetch("--quiet", "origin")
-    repository.config("merge.conflictStyle", "zdiff3")  # shows the old release's lines
     heads = {stack: repository.rev_parse(stack) for stack in STACKS}
     move = _Move(lock.release, release, heads, dataclasses.asdict(archive), {})
     move.save(checkout)

@@ -65,6 +65,11 @@ class DoesNotApply(ToolError):
         super().__init__("\n".join([named, *rows]) + hint)
 
 
+def own_folder(repository: git.Git) -> Path:
+    """Where git keeps what is of one working tree; a linked one's `.git` is a file."""
+    return Path(repository.rev_parse("--absolute-git-dir"))
+
+
 def below(stack: str, base: str) -> str:
     """The branch that a stack stands on; ``base`` is the upstream release's."""
     return base if stack == FIXES else FIXES
@@ -156,7 +161,7 @@ def apply(
     Raises:
         ToolError: one does not apply; names the patch, the files and the lines.
     """
-    folder = Path(repository.working_dir) / ".git" / "series"
+    folder = own_folder(repository) / "series"
     folder.mkdir(exist_ok=True)
     files = []
     for name, content in patches.items():
@@ -253,7 +258,7 @@ def format_stack(repository: git.Git, stack: str, base: str, tip: str) -> dict[s
     if repository.rev_list("--merges", "--max-count=1", span):
         raise ToolError(f"branch {stack} has a merge commit; a stack is flat")
     subjects = repository.log("--reverse", "--format=%s", span).splitlines()
-    folder = Path(repository.working_dir) / ".git" / "series" / "formatted"
+    folder = own_folder(repository) / "series" / "formatted"
     for old in folder.glob("*"):
         old.unlink()
     repository.format_patch(*_FORMAT, "--output-directory", str(folder), span)
@@ -306,13 +311,12 @@ def restacked(repository: git.Git, folder: Path) -> git.Git:
 
 def _stood_on(repository: git.Git, stack: str) -> str:
     """The commit of fixes that a stack was made on; empty if it is the present one."""
-    common = repository.merge_base(FIXES, stack)
-    if common == repository.rev_parse(FIXES):
-        return ""
     try:
-        return repository.merge_base("--fork-point", FIXES, stack)
+        # Of the tips that fixes had, since a shorter one is a common ancestor too.
+        old = repository.merge_base("--fork-point", FIXES, stack)
     except git.GitCommandError:  # a clone knows nothing of earlier tips
-        return common
+        old = repository.merge_base(FIXES, stack)
+    return "" if old == repository.rev_parse(FIXES) else old
 
 
 def conflict(repository: git.Git) -> tuple[str, list[str]]:
@@ -325,4 +329,5 @@ def conflict(repository: git.Git) -> tuple[str, list[str]]:
 
 def in_progress(folder: Path) -> bool:
     """Whether a rebase or am waits in a working tree."""
-    return any((folder / ".git" / n).exists() for n in ("rebase-merge", "rebase-apply"))
+    git_folder = own_folder(hermetic_git(folder))
+    return any((git_folder / n).exists() for n in ("rebase-merge", "rebase-apply"))

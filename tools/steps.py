@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools import stamp
-from tools.common import Checkout, ToolError, clean_environment, python_version
+from tools.common import Checkout, ToolError, python_version
+from tools.index import pip_environment
 from tools.processes import Log
 
 _GIB = 2**30
@@ -57,13 +58,15 @@ class Step:
 
 
 def works(python: str) -> bool:
-    """Whether an environment is of this Python, and complete enough to run pip."""
+    """Whether an environment is of this Python, where it was made, and has pip."""
     command = [python, "-m", "pip", "--version"]
+    script = Path(python).with_name("pip")  # a moved one runs the old place's Python
     try:
         said = subprocess.run(command, capture_output=True, text=True).stdout
+        is_here = python in script.read_text()
     except OSError:
         return False
-    return f"(python {python_version()})" in said
+    return is_here and f"(python {python_version()})" in said
 
 
 def _space(checkout: Checkout, step: str) -> None:
@@ -119,7 +122,7 @@ def run_steps(checkout: Checkout, chosen: list[Step], log: Log) -> None:
         started = time.monotonic()
         stamp.clear(checkout, step.name)
         for command in step.commands:
-            status, lines = log.run(command, checkout.root, clean_environment(checkout))
+            status, lines = log.run(command, checkout.root, pip_environment(checkout))
             if status:
                 print("failed")
                 raise _failure(step, lines, log.path)
@@ -138,6 +141,8 @@ def alone(checkout: Checkout, name: str = ".lock") -> Iterator[None]:
     with (checkout.build / name).open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ToolError("another build of this checkout is running") from None
+        except OSError:
+            print("this file system has no locks: run one build at a time")
         yield

@@ -43,8 +43,9 @@ def build(checkout: Checkout, target: Target) -> Path:
         built = _run_backend(folder, source, binaries, lock, target)
         verify(built, binaries, repository, bases.in_clone(lock.release))
         checkout.dist.mkdir(exist_ok=True)
-        for older in lock.built(checkout, target):
-            older.unlink()
+        older = f"vllm-*.{target.device}-*_{target.machine}.whl"  # of any version
+        for wheel in checkout.dist.glob(older):
+            wheel.unlink()
         return built.replace(checkout.dist / built.name)
 
 

@@ -43,6 +43,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--recipe", choices=["exits", "plain"], default="exits")
     parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
+    parser.add_argument("--float32", action="store_true",
+                        help="products in float32: three times faster where the CPU has no "
+                             "instructions for bfloat16")  # fmt: skip
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("build/reference_model"),
@@ -197,7 +200,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * rate
 
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
             if args.recipe == "exits":
                 early, full = forward(model, ids, (exit_of(step), LAYERS))
                 full_loss = cross_entropy(model, full, targets)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps run once, go on after a failure, and fail in words."""
 
+import errno
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from tools import stamp, steps
 from tools.common import HERE, Checkout, ToolError, clean_environment
+from tools.index import pip_environment
 from tools.processes import Log
 
 
@@ -107,7 +109,12 @@ def test_an_environment_that_is_there_needs_no_space_for_another(fork, monkeypat
     python = fork.checkout.venv / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
+    script = python.with_name("pip")
+    script.write_text(f"#!{python}\n")
     steps._space(fork.checkout, "environment")
+    # One that was moved with its checkout runs the Python of the old place.
+    script.write_text("#!/elsewhere/.venv/bin/python\n")
+    assert not steps.works(str(python))
 
 
 @pytest.mark.parametrize(
@@ -139,12 +146,40 @@ def test_two_builds_do_not_run_at_once(fork):
         pass
 
 
+def test_a_file_system_without_locks_is_no_other_build(fork, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    monkeypatch.setattr(steps.fcntl, "flock", refuse)
+    with steps.alone(fork.checkout):
+        assert "no locks" in capsys.readouterr().out
+
+
 def test_nothing_of_the_users_python_reaches_a_step(fork, monkeypatch):
     for name in ("PYTHONPATH", "PIP_TARGET", "VLLM_TARGET_DEVICE"):
         monkeypatch.setenv(name, "elsewhere")
     monkeypatch.setenv("PIP_INDEX_URL", "kept")
     made = clean_environment(fork.checkout)
     assert "elsewhere" not in made.values() and made["PIP_INDEX_URL"] == "kept"
+
+
+def test_of_pips_settings_only_the_way_to_the_index_reaches_a_step(
+    fork, monkeypatch, tmp_path
+):
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "pip.conf"
+    file.write_text(
+        "[global]\nextra-index-url =\n  http://a/\n  http://b/\ntarget = elsewhere\n"
+        "[install]\nuser = true\nconstraint = /elsewhere.txt\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
+    monkeypatch.setenv("PIP_CONSTRAINT", "/elsewhere.txt")
+    made = pip_environment(fork.checkout)
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    said = subprocess.run(command, env=made, capture_output=True, text=True).stdout
+    assert "http://a/" in said and "http://b/" in said
+    assert "elsewhere" not in said and "user" not in said
 
 
 def test_another_python_is_refused_with_the_supported_one(tmp_path):

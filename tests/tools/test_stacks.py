@@ -192,6 +192,13 @@ def test_a_patch_can_be_dropped(forked):
     assert (forked.patches / "scoring/series").read_text() == ""
 
 
+def test_the_last_fix_can_be_dropped(forked):
+    # What is left of the fixes is an ancestor of what stands on the old ones.
+    last = stacks.listed(forked, FIXES)[-1]
+    series.drop(forked, last)
+    assert [len(check(forked).patches[stack]) for stack in STACKS] == [1, 1, 1]
+
+
 def test_a_drop_that_conflicts_is_named_and_can_be_resolved(forked):
     changes = {"vllm/depth.py": b"depth = 2\n"}
     commit(forked, DEPTH, MESSAGE.format(what="More"), changes)

@@ -87,8 +87,8 @@ def _download(checkout: Checkout, archive: Archive, pattern: str) -> Path:
     """
     index = Index(checkout)
     project = archive.requirement.partition("==")[0]
-    files = index.files(project)
-    names = sorted(name for name in files if re.fullmatch(pattern, name))
+    files = index.files(project, pattern)
+    names = sorted(files)
     if not names:
         raise ToolError(
             f"the package index has no file of {archive.requirement} like "

@@ -16,7 +16,8 @@ ID_EMAIL = "series@vllm-utio.invalid"
 BASE_DATE = "2000-01-01T00:00:00+0000"
 
 _ENVIRONMENT = {
-    "GIT_CONFIG_GLOBAL": os.devnull,
+    # A file, as what clones and fetches on the other side reads no `-c`.
+    "GIT_CONFIG_GLOBAL": str(Path(__file__).with_name("gitconfig")),
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_ATTR_NOSYSTEM": "1",
     "GIT_TERMINAL_PROMPT": "0",
@@ -75,8 +76,6 @@ _CONFIG = {
     "rebase.autoStash": "false",
     "rebase.updateRefs": "false",
     "rerere.enabled": "false",
-    "safe.bareRepository": "all",
-    "safe.directory": "*",  # all are ours, whoever made the folder that they lie in
     "tag.gpgSign": "false",
 }
 

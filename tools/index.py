@@ -9,6 +9,7 @@ pip runs the code of a source archive to learn its version, and vLLM's needs tor
 import ast
 import base64
 import contextlib
+import errno
 import http.client
 import netrc
 import os
@@ -31,8 +32,10 @@ _SECTIONS = ("global", "install", "download", ":env:")  # the last one wins
 _REACHED_BY = (
     "index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "cert",
     "client-cert", "proxy", "timeout", "default-timeout", "retries", "keyring-provider",
-    "no-cache-dir",
+    "cache-dir", "no-cache-dir",
 )  # fmt: skip
+# Older versions of pip trust what the system does by a feature that is asked for.
+_TRUST = {"use-feature": "truststore", "use-deprecated": "legacy-certs"}
 
 
 class Unreachable(ToolError):
@@ -61,17 +64,17 @@ class Index:
             for trusted in (False, True)
         }
 
-    def files(self, project: str) -> dict[str, str]:
-        """The addresses of a project's files, by file name.
+    def files(self, project: str, pattern: str) -> dict[str, str]:
+        """The addresses of a project's files whose names match, by file name.
 
         An index that refuses or does not answer is passed over, as pip does, if
-        another one has files.
+        another one has such files.
 
         Raises:
-            Unreachable: no index has a file, and one does not answer.
+            Unreachable: no index has one, and one does not answer.
         """
-        found: dict[str, str] = {}
         failed: Unreachable | None = None
+        found: dict[str, str] = {}
         for address in self._pages(project):
             try:
                 links = self._links(address, project)
@@ -79,7 +82,8 @@ class Index:
                 failed = failed or error
                 continue
             for name, link in links.items():
-                found.setdefault(name, link)
+                if re.fullmatch(pattern, name):
+                    found.setdefault(name, link)
         if failed and not found:
             raise failed
         return found
@@ -101,6 +105,8 @@ class Index:
                 return
             except (OSError, http.client.HTTPException) as error:
                 path.unlink(missing_ok=True)
+                if getattr(error, "errno", None) == errno.ENOSPC:
+                    raise
                 if not left:
                     raise Unreachable(path.name, error) from None
 
@@ -163,18 +169,23 @@ class Index:
     def _trust(self, trusted: bool) -> ssl.SSLContext:
         """What pip trusts; a host that the user trusts needs no certificate."""
         variables = map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"))
-        own = next(filter(None, [self.settings.get("cert"), *variables]), "")
+        named = next(filter(None, [self.settings.get("cert"), *variables]), "")
+        own = Path(named).expanduser()
         context = ssl.create_default_context(
-            cafile=own if Path(own).is_file() else None,
-            capath=own if own and Path(own).is_dir() else None,
+            cafile=own if own.is_file() else None,
+            capath=own if named and own.is_dir() else None,
         )
-        if not own:  # the system may have none
+        if not named:  # the system may have none
             with contextlib.suppress(ImportError, OSError):
                 from pip._vendor import certifi
 
                 context.load_verify_locations(certifi.where())
         if self.settings.get("client-cert"):
-            context.load_cert_chain(self.settings["client-cert"])
+            client = Path(self.settings["client-cert"]).expanduser()
+            try:
+                context.load_cert_chain(client)
+            except OSError as error:
+                raise ToolError(f"pip's client-cert {client}: {error}") from None
         if trusted:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -225,9 +236,13 @@ def pip_environment(checkout: Checkout) -> dict[str, str]:
         settings = pip_settings(checkout)
     except ToolError:  # a Python without pip can make environments that have it
         return made
-    for name in _REACHED_BY:
-        if name in settings:
-            made[f"PIP_{name.upper().replace('-', '_')}"] = settings[name]
+    own = ("PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_INPUT")
+    made = {k: v for k, v in made.items() if not k.startswith("PIP_") or k in own}
+    kept = {name: settings[name] for name in _REACHED_BY if name in settings}
+    for name, feature in _TRUST.items():
+        if feature in settings.get(name, "").split():
+            kept[name] = feature
+    made |= {f"PIP_{name.upper().replace('-', '_')}": kept[name] for name in kept}
     made["PIP_CONFIG_FILE"] = os.devnull
     return made
 

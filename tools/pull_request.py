@@ -20,7 +20,9 @@ from tools.stacks import DoesNotApply
 from tools.upstream_tests import touched
 
 _OURS = re.compile(
-    r"^Upstream-Status:.*\n(?:[ \t].*\n)*|^(?:Not a plugin: |Drop it ).*\n(?:.+\n)*\n?", re.MULTILINE
+    r"^Upstream-Status:.*\n(?:[ \t].*\n)*"
+    r"|^(?:Not a plugin: |Drop it ).*\n(?:.+\n)*\n?",
+    re.MULTILINE,
 )
 _TABLE = re.compile(r"(?:^\s*\|.*\n)+", re.MULTILINE)
 _TEMPLATE = "## Purpose\n\n## Test Plan\n\n## Test Result\n"

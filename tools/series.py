@@ -23,7 +23,7 @@ from tools.common import HERE, Checkout, ToolError, run_main
 from tools.export import check, export
 from tools.hermetic import first_lines, hermetic_git
 from tools.patchset import Series, summary
-from tools.stacks import ALL, BRANCHES
+from tools.stacks import ALL, BRANCHES, DEPTH, FIXES, SCORING, conflict
 
 
 def import_base(checkout: Checkout, origin: str, url: str = "") -> None:
@@ -62,7 +62,7 @@ def drop(checkout: Checkout, name: str) -> Series:
     try:
         repository.rebase("--quiet", "--onto", f"{commit}~", commit, stack)
     except git.GitCommandError as error:
-        patch, files = stacks.conflict(repository)
+        patch, files = conflict(repository)
         if not files:
             raise ToolError(f"git rebase failed:\n  {first_lines(error)}") from None
         raise ToolError(
@@ -71,7 +71,33 @@ def drop(checkout: Checkout, name: str) -> Series:
             + f"\nIn {checkout.source} resolve and `git add` them and `git rebase "
             "--continue`, then export; or give up with `git rebase --abort`."
         ) from None
+    if (stack, after) == (FIXES, 0):
+        _leave_behind(repository, commit, file)
     return export(checkout)
+
+
+def _leave_behind(repository: git.Git, last: str, file: str) -> None:
+    """Put what stands on the last fix on those that are left.
+
+    They are its ancestors, so it does not show that the stacks stood on it.
+
+    Raises:
+        ToolError: a stack needs it; nothing has changed then.
+    """
+    before = {stack: repository.rev_parse(stack) for stack in (SCORING, DEPTH)}
+    for stack in before:
+        try:
+            repository.rebase("--quiet", "--onto", FIXES, last, stack)
+        except git.GitCommandError as error:
+            patch, files = conflict(repository)
+            repository.rebase("--abort", with_exceptions=False)
+            repository.checkout("--quiet", "--force", ALL)
+            for name, tip in {**before, FIXES: last}.items():
+                repository.update_ref(f"refs/heads/{name}", tip)
+            raise ToolError(
+                f"{stack} can not do without {file}: {patch!r} conflicts in\n  "
+                + ("\n  ".join(files) or first_lines(error))
+            ) from None
 
 
 def _list(checkout: Checkout) -> None:

@@ -311,12 +311,13 @@ def restacked(repository: git.Git, folder: Path) -> git.Git:
 
 def _stood_on(repository: git.Git, stack: str) -> str:
     """The commit of fixes that a stack was made on; empty if it is the present one."""
+    common = repository.merge_base(FIXES, stack)
+    if common == repository.rev_parse(FIXES):
+        return ""
     try:
-        # Of the tips that fixes had, since a shorter one is a common ancestor too.
-        old = repository.merge_base("--fork-point", FIXES, stack)
+        return repository.merge_base("--fork-point", FIXES, stack)
     except git.GitCommandError:  # a clone knows nothing of earlier tips
-        old = repository.merge_base(FIXES, stack)
-    return "" if old == repository.rev_parse(FIXES) else old
+        return common
 
 
 def conflict(repository: git.Git) -> tuple[str, list[str]]:

@@ -130,6 +130,25 @@ def test_named_tokens_that_are_the_prompts(llm, rows):
             np.testing.assert_allclose(getattr(scores, name), expected, atol=TOLERANCE)
 
 
+def test_the_first_named_token_lies_within_a_block(llm, oracle):
+    """What is kept of that block begins there, and serves who names no token before."""
+    ids = random_ids(16, VOCABULARY, 6 * BLOCK + 3)
+    longer = ids + random_ids(17, VOCABULARY, BLOCK)
+    start = 2 * BLOCK + 5
+    for tokens, first, cached in (
+        (ids, start, 0),
+        (ids, start, 5 * BLOCK),
+        (longer, start, 5 * BLOCK),
+        (ids, start + 3, 5 * BLOCK),
+        (ids, start - 1, 2 * BLOCK),
+    ):
+        (output,) = run(llm, [prompt(tokens, tokens[first:])], params())
+        assert output.num_cached_tokens == cached
+        expected = oracle("llama").scores(tokens, tokens[first:])
+        scores = output.target_logprobs
+        np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=TOLERANCE)
+
+
 def test_what_the_engine_generates_is_nobodys_prompt(llm, oracle):
     """A request that only scores runs all but its last token, and samples another one
     in its place: the block that this fills is not the prompt's."""

@@ -172,14 +172,19 @@ def test_of_pips_settings_only_the_way_to_the_index_reaches_a_step(
     file.write_text(
         "[global]\nextra-index-url =\n  http://a/\n  http://b/\ntarget = elsewhere\n"
         "[install]\nuser = true\nconstraint = /elsewhere.txt\n"
+        "use-feature = truststore fast-deps\n"
     )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
-    monkeypatch.setenv("PIP_CONSTRAINT", "/elsewhere.txt")
+    for name in ("CONSTRAINT", "PYTHON", "DRY_RUN"):
+        monkeypatch.setenv(f"PIP_{name}", "/elsewhere.txt")
     made = pip_environment(fork.checkout)
     command = [sys.executable, "-m", "pip", "config", "list"]
     said = subprocess.run(command, env=made, capture_output=True, text=True).stdout
     assert "http://a/" in said and "http://b/" in said
     assert "elsewhere" not in said and "user" not in said
+    assert made["PIP_USE_FEATURE"] == "truststore"
+    assert made["PIP_CACHE_DIR"].startswith(str(fork.checkout.root))
+    assert "elsewhere" not in str(made)
 
 
 def test_another_python_is_refused_with_the_supported_one(tmp_path):

@@ -199,6 +199,29 @@ def test_the_last_fix_can_be_dropped(forked):
     assert [len(check(forked).patches[stack]) for stack in STACKS] == [1, 1, 1]
 
 
+def test_the_last_fix_is_kept_where_a_stack_needs_it(forked):
+    changes = {"vllm/last.py": b"last = 1\n"}
+    commit(forked, FIXES, MESSAGE.format(what="Last"), changes)
+    export(forked)
+    commit(forked, DEPTH, MESSAGE.format(what="User"), {"vllm/last.py": b"last = 2\n"})
+    export(forked)
+    before = exported(forked)
+    with pytest.raises(ToolError, match="(?s)depth can not do without last.*User'"):
+        series.drop(forked, "last")
+    assert exported(forked) == before
+    assert source.unexported(forked) == ""
+
+
+def test_fixes_that_were_elsewhere_for_a_while_empty_no_stack(forked):
+    repository = person(forked)
+    repository.checkout("--quiet", FIXES)
+    repository.reset("--quiet", "--hard", DEPTH)
+    repository.reset("--quiet", "--hard", "HEAD@{1}")
+    before = exported(forked)
+    export(forked)
+    assert exported(forked) == before
+
+
 def test_a_drop_that_conflicts_is_named_and_can_be_resolved(forked):
     changes = {"vllm/depth.py": b"depth = 2\n"}
     commit(forked, DEPTH, MESSAGE.format(what="More"), changes)

@@ -44,8 +44,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--float32", action="store_true",
-                        help="products in float32: three times faster where the CPU has no "
-                             "instructions for bfloat16")  # fmt: skip
+                        help="products in float32: a third of the time where the CPU has "
+                             "no instructions for bfloat16")  # fmt: skip
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("build/reference_model"),

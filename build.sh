@@ -18,9 +18,10 @@ Linux-x86_64 | Linux-aarch64) ;;
 esac
 command -v git >/dev/null || stop "git is not installed"
 git_version=$(git version)
-[[ $git_version =~ ([0-9]+)\.([0-9]+) ]] &&
-    ((BASH_REMATCH[1] > 2 || (BASH_REMATCH[1] == 2 && BASH_REMATCH[2] >= 32))) ||
+if ! [[ $git_version =~ ([0-9]+)\.([0-9]+) ]] ||
+    ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] < 2032)); then
     stop "git 2.32 or later is needed; here is $git_version"
+fi
 
 python=
 for candidate in python3 python python3.11 python3.12 python3.13; do

@@ -116,8 +116,11 @@ HERE = Checkout(Path(__file__).resolve().parent.parent)
 _DROPPED_PREFIXES = (
     "PYTHON",
     "VLLM_",
-    "PIP_CONSTRAINT",
     "PIP_BUILD_CONSTRAINT",
+    "PIP_CONSTRAINT",
+    "PIP_DRY_RUN",
+    "PIP_NO_DEPS",
+    "PIP_PYTHON",
     "PIP_TARGET",
     "PIP_PREFIX",
     "PIP_USER",

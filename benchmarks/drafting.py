@@ -26,6 +26,7 @@ read, and nothing else.
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 import time
@@ -37,7 +38,6 @@ import processes
 from processes import Worker
 
 REFERENCE = processes.ROOT / "examples" / "reference_model"
-NUM_LAYERS = 12
 PROMPT = 64
 TRIAL = 8
 """Calls after which a gate's trials have ended, of all contexts that there are."""
@@ -229,11 +229,14 @@ def read_prompts(count: int) -> list[list[int]]:
     return [prompts[i % len(prompts)] for i in range(count)]
 
 
-def draft_cost(exit_layer: int) -> float:
+def draft_cost(exit_layer: int, model: Path) -> float:
     """Weights that a draft reads, by those of all layers and the head."""
-    hidden, inner, head = 1024, 2816, 4096 * 1024
-    layer = hidden * (hidden + 2 * hidden // 2 + hidden) + 3 * hidden * inner
-    whole = NUM_LAYERS * layer + head
+    config = json.loads((model / "config.json").read_text())
+    hidden, size = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    layer = hidden * size * 2 * (queries + keys) + 3 * hidden * config["intermediate_size"]
+    head = hidden * config["vocab_size"]
+    whole = config["num_hidden_layers"] * layer + head
     return (exit_layer * layer + 3 * hidden * hidden + head) / whole
 
 
@@ -283,7 +286,7 @@ def main() -> None:
             for case in turns:
                 measure(args, workers, prompts, case)
                 if start == args.starts - 1:
-                    show(args, chosen, case)
+                    show(args, model, chosen, case)
         finally:
             for worker in workers.values():
                 worker.__exit__()
@@ -352,7 +355,7 @@ def measure(args, workers: dict[str, Worker], prompts, case: Turns) -> None:
                     case.steps[name] += found["steps"]
 
 
-def show(args, ways: dict[str, dict], case: Turns) -> None:
+def show(args, model: Path, ways: dict[str, dict], case: Turns) -> None:
     batch, seconds = case.batch, case.seconds
     rows, plains = [], [name for name in (PLAIN, PLAIN_EAGER) if name in seconds]
     for name, options in ways.items():
@@ -366,7 +369,7 @@ def show(args, ways: dict[str, dict], case: Turns) -> None:
         # Drafts of several layers, or those that were looked up, do not cost the same.
         mixed = isinstance(exit_layer, list) or (exit_layer and "prompt_lookup_max" in drafting)
         if exit_layer and not mixed:
-            ideal /= 1 + draft_cost(exit_layer) * drafted / rounds
+            ideal /= 1 + draft_cost(exit_layer, model) * drafted / rounds
         rate = 1 / statistics.median(itertools.chain(*seconds[name]))
         rows.append([
             name,

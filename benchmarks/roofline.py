@@ -144,7 +144,7 @@ def one_exit(model: Model, device: Device, rows: float, context: int) -> float:
 def drafted(
     model: Model, device: Device, rows: int, context: int, acceptance: float
 ) -> tuple[float, int]:
-    """Lossless depth, an eighth of the layers drafting: times as fast, best length.
+    """Drafting, an eighth of the layers drafting: times as fast, best length.
 
     Each draft is accepted with the same probability, until one is not. Drafted rows'
     states are kept: the verification of k drafts runs the layers after the exit for
@@ -347,7 +347,7 @@ def page() -> str:
                 cells = [f"{ratio:.2f} ({k})" for ratio, k in ways]
                 last = begins([ratio for ratio, _ in ways], last=True)
                 rows.append([f"{model.name}, {acceptance}", *cells, last])
-        lines += ["Lossless depth, an eighth of the layers drafting: times as fast as "
+        lines += ["Drafting with an eighth of the layers, which loses nothing: times as fast as "
                   "plain decoding, and the best number of drafts. It pays up to the batch "
                   "in the last column.", ""]  # fmt: skip
         lines += table(["model, acceptance", *BATCHES, "pays to"], rows)

@@ -21,11 +21,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(MODEL))
     args = parser.parse_args()
-    quiet.hush(in_process=True)  # leave it out to see vLLM's own log
+    quiet.hush(in_process=True)  # copied, leave both lines out
     from vllm import LLM
 
     llm = LLM(args.model, enforce_eager=True, kv_cache_memory_bytes=2**30,
-              use_tqdm_on_load=False)  # fmt: skip
+              max_model_len=1024, use_tqdm_on_load=False)  # fmt: skip
     requests = [(SHOTS + text, LABELS) for text in TEXTS]
     for text, scores in zip(TEXTS, llm.score_continuations(requests, use_tqdm=False)):
         sums = [score.logprob_sum for score in scores]

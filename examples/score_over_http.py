@@ -8,6 +8,9 @@
 
 import argparse
 import json
+import math
+import sys
+import urllib.error
 import urllib.request
 
 
@@ -15,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", default="http://localhost:8000")
     parser.add_argument("--model", default="reference")
+    parser.add_argument("--api-key", help="of a server that wants one")
     parser.add_argument("--prompt", default="import numpy as")
     parser.add_argument("--answers", nargs="+", default=[" np", " numpy", " num"])
     args = parser.parse_args()
@@ -24,16 +28,21 @@ def main() -> None:
         "continuations": args.answers,
         "max_tokens": 0,  # scores, and generates nothing
     }
-    request = urllib.request.Request(
-        f"{args.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as response:
-        choices = json.load(response)["choices"]
+    headers = {"Content-Type": "application/json"}
+    if args.api_key:
+        headers["Authorization"] = f"Bearer {args.api_key}"
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{args.url}/v1/completions", data, headers)
+    try:
+        with urllib.request.urlopen(request) as response:
+            choices = json.load(response)["choices"]
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error}: {error.read().decode()}")
+    except urllib.error.URLError as error:
+        sys.exit(f"{args.url}: {error.reason}")
     for answer, choice in zip(args.answers, choices):
-        rows = choice["target_logprobs"]["logprobs"]
-        print(f"{answer!r}: {sum(row[0] for row in rows):.2f} nats")
+        total = choice["target_logprobs"]["logprob_sum"]  # None: of an impossible token
+        print(f"{answer!r}: {-math.inf if total is None else total:.2f} nats")
 
 
 if __name__ == "__main__":

@@ -3,18 +3,19 @@
 
     .venv/bin/python examples/teacher.py README.md --output build/teacher.npz
 
-For each position but the first: the 20 most probable tokens of softmax(logits / T), their
+For each position but the first, of a long text of the first 1,024: the 20 most probable tokens of softmax(logits / T), their
 log-probabilities, and the log-probability of all others together. A student's loss is the
 divergence over these 21 outcomes.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from common import quiet
 
 MODEL = Path(__file__).parent / "reference_model" / "model"
-LONGEST = 1024  # tokens that the model takes
+LONGEST = 1024  # tokens
 
 
 def main() -> None:
@@ -24,14 +25,20 @@ def main() -> None:
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--temperature", type=float, default=2.0)
     args = parser.parse_args()
-    quiet.hush(in_process=True)  # leave it out to see vLLM's own log
+    if args.temperature <= 0:
+        parser.error("--temperature must be positive")
+    if args.output.suffix != ".npz" or not args.output.parent.is_dir():
+        parser.error(f"--output {args.output}: a file that ends in .npz, in a folder that is there")
+    quiet.hush(in_process=True)  # copied, leave both lines out
     import numpy as np
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(args.model, enforce_eager=True, kv_cache_memory_bytes=2**30,
-              use_tqdm_on_load=False)  # fmt: skip
-    text = args.file.read_text()
-    tokens = llm.get_tokenizer().encode(text, verbose=False)[:LONGEST]
+              max_model_len=LONGEST, use_tqdm_on_load=False)  # fmt: skip
+    text = llm.get_tokenizer().encode(args.file.read_text())
+    tokens = text[:LONGEST]
+    if len(tokens) < 2:
+        sys.exit(f"{args.file}: nothing comes after the first token")
     prompt = TokensPrompt(
         prompt_token_ids=tokens, target_top_k=20, target_temperature=args.temperature
     )
@@ -45,8 +52,8 @@ def main() -> None:
         tail_logprob=scores.tail_logprob,  # [n], of all other tokens together
     )
     tail = np.exp(scores.tail_logprob).mean()
-    print(f"{args.output}: {len(scores.top_logprobs)} positions, the 20 most probable "
-          f"tokens of each; {tail:.1%} of the probability is in the tail")  # fmt: skip
+    print(f"{args.output}: {len(scores.top_logprobs)} of {len(text) - 1} positions, the 20 "
+          f"most probable tokens of each; {tail:.1%} of the probability is in the tail")  # fmt: skip
 
 
 if __name__ == "__main__":

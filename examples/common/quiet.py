@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps vLLM from talking over a program that runs it offline.
 
-    import quiet
+    from common import quiet
 
     quiet.hush()  # before vllm, torch or transformers are imported
     from vllm import LLM

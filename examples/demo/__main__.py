@@ -35,9 +35,9 @@ What to try next
   .venv/bin/python examples/score_perplexity.py --text README.md --enforce-eager
   # lm-eval's command line on this fork
   .venv/bin/python examples/lm_eval/run.py --help
-  # a server that scores; README.md has requests for it
-  .venv/bin/vllm serve examples/reference_model/model --enforce-eager \\
-      --kv-cache-memory-bytes 1073741824
+  # a server that scores; docs/use.md has requests for it
+  .venv/bin/vllm serve examples/reference_model/model --served-model-name reference \\
+      --enforce-eager --kv-cache-memory-bytes 1073741824
   # depth routing on a text of yours: docs/features/utio.md
   # all the figures, and how they were taken: benchmarks/README.md
   ./build.sh test --quick"""

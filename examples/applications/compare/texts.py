@@ -48,8 +48,8 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
     windows = parser.add_argument_group("windows")
     windows.add_argument("--context-length", type=int, default=512,
                          help="tokens of a window (default: 512). The other ways of "
-                         "--baseline, and score_kld.py, generate a token, so they want "
-                         "one fewer than the model can have")  # fmt: skip
+                         "--baseline generate a token, so they want one fewer than the "
+                         "model can have")  # fmt: skip
     windows.add_argument("--stride", type=int, help="default: half the context")
 
 

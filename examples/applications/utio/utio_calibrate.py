@@ -32,8 +32,10 @@ full depth wrote. Routed decoding also pays for what leavers write. Leavers are 
 over the whole part, as by a threshold, but for "probe, 32 a step": there each step of
 32 tokens, drawn from the part, lets its share go, as serving does.
 
-The last two tables say what it costs to let every token leave at an exit (utio_exits.py)
-and what drafting with it would gain (utio_drafting.py); the last lines, how to serve both.
+The last three tables say what it costs to let every token leave at an exit
+(utio_exits.py), how many drafts of every token full depth accepts and how well the probes
+tell them (rank correlation), and what drafting would gain (utio_drafting.py); the last
+lines, how to serve it.
 
 The file has float32 tensors. For cutoff i,
 
@@ -164,7 +166,7 @@ def main(argv: list[str] | None = None) -> Report:
     tokens = count(fitted)
     write(args.output, probes, translators, tokens, args.cutoffs, model)
     for_all = exits_for_all(args.cutoffs, config.num_hidden_layers, measured)
-    ways = ways_to_draft(args, model, measured)
+    ways = ways_to_draft(args, model, translators, measured)
     report = Report(
         probes, translators, tokens, untranslated, measured, outcomes, for_all, ways
     )
@@ -267,12 +269,19 @@ def measure(args, exits: Exits, windows, probes) -> HeldOut:
     return HeldOut(*(np.concatenate(column, -1) for column in zip(*parts)))
 
 
-def ways_to_draft(args, model, held_out: HeldOut) -> list[tuple[Drafting, Drafting]]:
+def ways_to_draft(
+    args, model, translators: Sequence[Translator], held_out: HeldOut
+) -> list[tuple[Drafting, Drafting]]:
     """The fastest way to draft from each cutoff: greedily, and drawing tokens."""
-    costs = draft_costs(model, args.cutoffs, args.translators)
+    translator = sum(weight.numel() for weight in translators[0]) if translators else 0
+    costs = draft_costs(model, args.cutoffs, translator)
+    # To stop by a probe, a GPU's steps would have to wait for it: none is scheduled ahead.
+    stops = args.device == "cpu"
     return [
         tuple(
-            best_drafting(cutoff, costs[i], accepted[i].astype(float), predicted[i])
+            best_drafting(
+                cutoff, costs[i], accepted[i].astype(float), predicted[i], stops
+            )
             for accepted, predicted in zip(
                 (held_out.agrees, held_out.overlap), held_out.acceptance
             )
@@ -403,6 +412,7 @@ def show(args: argparse.Namespace, report: Report) -> None:
                 soft_wrap=True,
             )
     console.print(exits_table(report.exits))
+    console.print(drafts_table([exit.exit_layer for exit in report.exits], held_out))
     console.print(drafting_table(report.ways))
     best = max((sampled for _, sampled in report.ways), key=lambda way: way.speedup)
     output = str(args.output)
@@ -413,6 +423,28 @@ def show(args: argparse.Namespace, report: Report) -> None:
         *either(report.exits, output, serve_options(best, output, draft_gate=True)),
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def drafts_table(cutoffs: list[int], held_out: HeldOut) -> Table:
+    result = Table(
+        title="A draft of every token, and the rank correlation of its probe",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    result.add_column("exit after", justify="right")
+    for kind in ("greedy", "drawn"):
+        result.add_column(f"{kind}, accepted", justify="right")
+        result.add_column("Spearman", justify="right")
+    truth = held_out.agrees.astype(float), held_out.overlap
+    for i, cutoff in enumerate(cutoffs):
+        row = [str(cutoff)]
+        for accepted, predicted in zip(truth, held_out.acceptance):
+            known = np.ptp(accepted[i]) > 0 and np.ptp(predicted[i]) > 0
+            rank = spearmanr(predicted[i], accepted[i]).statistic if known else math.nan
+            row += [f"{accepted[i].mean():.3f}", f"{rank:.3f}"]
+        result.add_row(*row)
+    return result
 
 
 def drafting_table(ways: list[tuple[Drafting, Drafting]]) -> Table:

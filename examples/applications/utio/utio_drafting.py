@@ -34,7 +34,11 @@ class Drafting(NamedTuple):
 
 
 def best_drafting(
-    exit_layer: int, cost: float, accepted: np.ndarray, predicted: np.ndarray
+    exit_layer: int,
+    cost: float,
+    accepted: np.ndarray,
+    predicted: np.ndarray,
+    stops: bool = True,
 ) -> Drafting:
     """The fastest way to draft from one exit.
 
@@ -43,11 +47,12 @@ def best_drafting(
         cost: of a draft, in passes through all layers.
         accepted: [n], of consecutive tokens, the probability that a draft is accepted.
         predicted: [n], the same as a probe predicts it.
+        stops: whether drafting may stop by what the probe predicts.
     """
     found = [
         drafting(exit_layer, cost, accepted, predicted, most, least)
         for most in range(1, MOST_DRAFTS + 1)
-        for least in LEAST
+        for least in (LEAST if stops else LEAST[:1])
     ]
     return max(found, key=lambda way: way.speedup)
 
@@ -79,15 +84,29 @@ def drafting(
     return Drafting(exit_layer, most, least, share, tokens.mean(), speedup)
 
 
-def draft_costs(model, cutoffs: Sequence[int], translated: bool) -> list[float]:
-    """Weights that a draft reads, by those that a pass through all layers reads."""
+def draft_costs(model, cutoffs: Sequence[int], translator: int) -> list[float]:
+    """Weights that a draft reads, by those that a pass through all layers reads.
+
+    Args:
+        translator: weights of one. Of a layer's experts, those of one token count.
+    """
+    config = model.config
     decoder = getattr(model.model, "decoder", model.model)
-    layer = sum(p.numel() for p in decoder.layers[0].parameters())
+    layers = [
+        sum(
+            weight.numel() * (experts_read(config) if ".experts." in name else 1)
+            for name, weight in layer.named_parameters()
+        )
+        for layer in decoder.layers
+    ]
     head = model.get_output_embeddings().weight.numel()
-    hidden = model.config.hidden_size
-    translator = 3 * hidden * hidden if translated else 0
-    whole = len(decoder.layers) * layer + head
-    return [(cutoff * layer + translator + head) / whole for cutoff in cutoffs]
+    whole = sum(layers) + head
+    return [(sum(layers[:cutoff]) + translator + head) / whole for cutoff in cutoffs]
+
+
+def experts_read(config) -> float:
+    """The share of a layer's experts that a token runs."""
+    return getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
 
 
 def serve_options(way: Drafting, calibration: str, **others) -> str:

@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.output.exists() and not args.output.is_dir():
+        parser.error(f"--output: {args.output} is no folder")
     if args.output.exists() and any(args.output.iterdir()):
         parser.error(f"--output: {args.output} is not empty")
     if args.group_size is not None and args.group_size < 1:

@@ -58,7 +58,9 @@ def weights(model: Model) -> list[Path]:
             return []
     for pattern in WEIGHTS:
         if found := sorted(folder.glob(pattern)):
-            return found
+            # Mistral's own form of the same weights, beside Transformers'.
+            own = [file for file in found if not file.name.startswith("consolidated")]
+            return own or found
     return []
 
 

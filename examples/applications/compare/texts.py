@@ -145,7 +145,7 @@ def join_rows(rows: Any, column: str) -> Iterator[str]:
     """The samples as one text."""
     separator = ""
     for batch in rows.select_columns(column).iter(1000):
-        yield separator + SEPARATOR.join(batch[column])
+        yield separator + SEPARATOR.join(text or "" for text in batch[column])
         separator = SEPARATOR
 
 

@@ -7,6 +7,7 @@ import pytest
 from chat_templates import FORGETFUL, MARKED, PLAIN, conversation, tokens_and_spans
 from scoring import assert_options, assert_scores, random_ids
 from tiny_models import EOS_ID, make_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 TOKENIZER = make_tokenizer()
 
@@ -59,6 +60,19 @@ def test_several_conversations_at_once(llm, llama):
     ):
         chosen = [*range(2, len(messages), 2)]
         assert_messages(scores, llama, messages, chosen)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_special_tokens_are_the_templates(llm, llama, template, monkeypatch):
+    """As in a multimodal model, whose tokenizer adds some by default."""
+    tokenizer = llm.get_tokenizer().backend_tokenizer
+    begin = TemplateProcessing("<s> $A", special_tokens=[("<s>", EOS_ID)])
+    monkeypatch.setattr(tokenizer, "post_processor", begin)
+    default = llm.renderer.default_chat_tok_params.with_kwargs(add_special_tokens=True)
+    monkeypatch.setattr(llm.renderer, "default_chat_tok_params", default)
+    messages = conversation(2)
+    scores = llm.score_chat(messages, "assistant", chat_template=template)
+    assert_messages(scores, llama, messages, [2, 4])
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])

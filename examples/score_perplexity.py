@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perplexity of a model on real text, by scoring only the tokens that are there.
 
-    .venv/bin/python examples/score_perplexity.py --text README.md
+    .venv/bin/python examples/score_perplexity.py --text README.md --enforce-eager
     .venv/bin/python examples/score_perplexity.py --model facebook/opt-125m \\
         --dataset wikitext --dataset-config wikitext-2-raw-v1 --dataset-split test \\
         --num-samples 500 --context-length 2048 --stride 512

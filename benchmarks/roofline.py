@@ -232,14 +232,19 @@ def check_drafting(page: str) -> list[Checked]:
     """Of the drafts of fixed length at batch 1: tokens a round by counted weights."""
     model = Model("inflated", 12, 1024, 3072, 512, 4096)
     whole, found = model.layers * model.layer + model.head, []
-    for row in measured(page, "### What limits drafting"):
-        if match := re.fullmatch(r"E = (\d), k = (\d)", row["drafting"]):
-            exit_layer, k = map(int, match.groups())
-            draft = exit_layer * model.layer + 3 * model.hidden**2 + model.head
-            tokens = 1 + k * float(row["accepted"])
-            speed = float(re.match(r"[\d.]+", row["measured speed-up (8 parts)"])[0])
-            predicted = tokens / (1 + k * draft / whole)
-            found.append(Checked("drafting", 1, 0, row["drafting"], speed, predicted))
+    for title in ("### In float32", "### Drafts of a model trained without early exits"):
+        case = ""
+        for row in measured(page, title):
+            case = row["batch"] or case
+            match = re.fullmatch(r"exit after (\d), k = (\d)", row["way"])
+            if match and case.startswith("1,"):
+                exit_layer, k = map(int, match.groups())
+                draft = exit_layer * model.layer + 3 * model.hidden**2 + model.head
+                tokens = 1 + k * float(row["accepted"])
+                speed = float(re.match(r"[\d.]+", row["times plain"])[0])
+                predicted = tokens / (1 + k * draft / whole)
+                what = f"{row['way']}, {case.partition(', ')[2]}"
+                found.append(Checked("drafting", 1, 0, what, speed, predicted))
     return found
 
 

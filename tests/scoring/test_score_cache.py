@@ -69,7 +69,10 @@ def test_the_same_prompt_again(llm, oracle, k):
     assert first.num_cached_tokens == 0
     # The token after the hit is scored at the state before it.
     assert second.num_cached_tokens == 5 * BLOCK
-    for output in (first, second):
+    anew = params(1, prompt_logprobs=k, skip_reading_prefix_cache=True)
+    (third,) = run(llm, [prompt(ids)], anew)
+    assert third.num_cached_tokens == 0
+    for output in (first, second, third):
         assert_prompt_logprobs(output, oracle("llama").logits(ids), ids, k)
 
 

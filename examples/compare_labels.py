@@ -19,7 +19,7 @@ LABELS = [" np", " F", " nn"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--model", default=str(MODEL), help="of 1,024 tokens or more")
     args = parser.parse_args()
     quiet.hush(in_process=True)  # copied, leave both lines out
     from vllm import LLM

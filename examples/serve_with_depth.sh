@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Serves the reference model by depth: half of the tokens of a decode step exit after 6 of
-# the 12 layers; an answer's `usage.mean_decode_depth` says how many layers its tokens ran.
-# Without --no-utio-gate it would route only where that is measured to be faster, and for a
-# few requests it is not. Options of `vllm serve` can follow. Another model takes a calibration
+# Serves the reference model by depth: of two tokens in a decode step, as of a request with
+# "n": 2, one exits after 6 of the 12 layers, of more tokens half; an answer's
+# `usage.mean_decode_depth` says how many layers its tokens ran. Without --no-utio-gate it would
+# route only where that is measured to be faster, and for a few requests it is not. Options of `vllm serve` can follow. Another model takes a calibration
 # of its own: examples/applications/utio/utio_calibrate.py --help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

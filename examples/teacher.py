@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.npz")
-    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--model", default=str(MODEL), help="of 1,024 tokens or more")
     parser.add_argument("--temperature", type=float, default=2.0)
     args = parser.parse_args()
     if args.temperature <= 0:

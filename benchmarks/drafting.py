@@ -61,7 +61,7 @@ class Engine:
             enforce_eager=eager,
             max_model_len=512,
             max_num_seqs=32,
-            kv_cache_memory_bytes=2**28,
+            kv_cache_memory_bytes=2**29,  # of 32 requests, in float32 too
             gpu_memory_utilization=0.2,  # on a GPU, what has to be free at the start
             enable_prefix_caching=False,
             disable_log_stats=False,

@@ -251,7 +251,7 @@ def _plain(answer: str) -> str:
 
 def _last_number(text: str) -> str | None:
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return repr(float(numbers[-1].replace(",", ""))) if numbers else None
+    return f"{float(numbers[-1].replace(',', '')):.15g}" if numbers else None
 
 
 _DATASETS: dict[str, tuple[str, dict, Callable[..., Testbed]]] = {

@@ -3,9 +3,9 @@
 
     .venv/bin/python examples/teacher.py README.md --output build/teacher.npz
 
-For each position but the first, of a long text of the first 1,024: the 20 most probable tokens of softmax(logits / T), their
-log-probabilities, and the log-probability of all others together. A student's loss is the
-divergence over these 21 outcomes.
+For each position but the first, and of a long text for the first 1,024: the 20 most
+probable tokens of softmax(logits / T), their log-probabilities, and the log-probability of
+all others together. A student's loss is the divergence over these 21 outcomes.
 """
 
 import argparse
@@ -52,8 +52,9 @@ def main() -> None:
         tail_logprob=scores.tail_logprob,  # [n], of all other tokens together
     )
     tail = np.exp(scores.tail_logprob).mean()
-    print(f"{args.output}: {len(scores.top_logprobs)} of {len(text) - 1} positions, the 20 "
-          f"most probable tokens of each; {tail:.1%} of the probability is in the tail")  # fmt: skip
+    print(f"{args.output}: {len(scores.top_logprobs)} of {len(text) - 1} positions, the "
+          f"20 most probable tokens of each; {tail:.1%} of the probability is in the "
+          "tail")  # fmt: skip
 
 
 if __name__ == "__main__":

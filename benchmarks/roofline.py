@@ -244,6 +244,7 @@ def check_drafting(page: str) -> list[Checked]:
                 speed = float(re.match(r"[\d.]+", row["times plain"])[0])
                 predicted = tokens / (1 + k * draft / whole)
                 what = f"{row['way']}, {case.partition(', ')[2]}"
+                what += ", plain model" if "without" in title else ""
                 found.append(Checked("drafting", 1, 0, what, speed, predicted))
     return found
 

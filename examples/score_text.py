@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default=str(MODEL), help="of 1,024 tokens or more")
     args = parser.parse_args()
-    quiet.hush(in_process=True)  # copied, leave both lines out
+    quiet.hush(in_process=True)  # in a copy, leave this and the import out
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(args.model, enforce_eager=True, kv_cache_memory_bytes=2**30,

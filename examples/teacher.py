@@ -29,7 +29,7 @@ def main() -> None:
         parser.error("--temperature must be positive")
     if args.output.suffix != ".npz" or not args.output.parent.is_dir():
         parser.error(f"--output {args.output}: a file that ends in .npz, in a folder that is there")
-    quiet.hush(in_process=True)  # copied, leave both lines out
+    quiet.hush(in_process=True)  # in a copy, leave this and the import out
     import numpy as np
     from vllm import LLM, SamplingParams, TokensPrompt
 

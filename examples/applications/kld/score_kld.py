@@ -4,7 +4,7 @@
     kld=examples/applications/kld
     .venv/bin/python $kld/score_kld.py write --model A --text FILE --reference a.safetensors
     .venv/bin/python $kld/score_kld.py compare --model B --reference a.safetensors
-        # --enforce-eager: compile nothing, which needs g++ and a minute or two
+        # --enforce-eager spares compiling, which needs g++ and a minute or two
 
 `write` keeps, for each position of a text, the K most probable tokens of model A with
 their exact log-probabilities, and the probability that is left for all others, the

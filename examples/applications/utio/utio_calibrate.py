@@ -425,13 +425,14 @@ def show(args: argparse.Namespace, report: Report) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def drafts_table(cutoffs: list[int], held_out: HeldOut) -> Table:
-    result = Table(
-        title="A draft of every token, and the rank correlation of its probe",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+def new_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
+
+
+def drafts_table(cutoffs: list[int], held_out: HeldOut) -> Table:
+    result = new_table("A draft of every token, and its probe's rank correlation")
     result.add_column("exit after", justify="right")
     for kind in ("greedy", "drawn"):
         result.add_column(f"{kind}, accepted", justify="right")
@@ -448,12 +449,7 @@ def drafts_table(cutoffs: list[int], held_out: HeldOut) -> Table:
 
 
 def drafting_table(ways: list[tuple[Drafting, Drafting]]) -> Table:
-    result = Table(
-        title="Drafting, estimated for one sequence at a time",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    result = new_table("Drafting, estimated for one sequence at a time")
     result.add_column("exit after", justify="right")
     result.add_column("tokens", no_wrap=True)
     for column in ("drafts", "least chance", "accepted", "tokens a round", "speed-up"):
@@ -473,9 +469,7 @@ def drafting_table(ways: list[tuple[Drafting, Drafting]]) -> Table:
 
 
 def table(title: str, outcomes: list[Outcome]) -> Table:
-    result = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    result = new_table(title)
     result.add_column("leaving", justify="right")
     result.add_column("policy", no_wrap=True)
     for column in ("Spearman", "mean KL", "perplexity", "agrees", "closed"):

@@ -17,7 +17,8 @@ from tiny_models import CONFIGS, make_tokenizer, save_model
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications" / "kld")]
+APPLICATIONS = EXAMPLES / "applications"
+sys.path[:0] = [str(folder) for folder in (EXAMPLES, APPLICATIONS, APPLICATIONS / "kld")]
 
 VOCABULARY = CONFIGS["llama"].vocab_size
 TOP_KS = (1, 8, 64, VOCABULARY)

@@ -35,7 +35,7 @@ def main() -> None:
 
     llm = LLM(args.model, enforce_eager=True, kv_cache_memory_bytes=2**30,
               max_model_len=LONGEST, use_tqdm_on_load=False)  # fmt: skip
-    text = llm.get_tokenizer().encode(args.file.read_text())
+    text = llm.get_tokenizer().encode(args.file.read_bytes().decode())
     tokens = text[:LONGEST]
     if len(tokens) < 2:
         sys.exit(f"{args.file}: nothing comes after the first token")

@@ -94,6 +94,8 @@ class FailingServer:
         card = {"id": "m", "max_model_len": 4000, "owned_by": self.owner}
         return {"data": [card | {"root": self.root}]}
 
+    begin, end = (), ()  # tokens around a whole text
+
     @staticmethod
     def tokenize(text: str) -> list[int]:
         return [ord(c) for c in text]
@@ -252,7 +254,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.replied():
             return
         if self.path == "/tokenize":
-            self.reply(json.dumps({"tokens": self.owner.tokenize(body["prompt"])}))
+            tokens = self.owner.tokenize(body["prompt"])
+            if body.get("add_special_tokens", True):
+                tokens = [*self.owner.begin, *tokens, *self.owner.end]
+            self.reply(json.dumps({"tokens": tokens}))
         elif self.path == "/detokenize":
             text = "".join(map(chr, body["tokens"]))
             self.reply(json.dumps({"prompt": text}))

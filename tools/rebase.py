@@ -44,6 +44,7 @@ class _Move:
         new: the one that they shall stand on.
         heads: their branches on the old release.
         archive: the new release's source archive.
+        lock: content of the lock of the old release.
         stops: how many places conflicted in which files, by the patch that stopped
             the move.
     """
@@ -52,11 +53,15 @@ class _Move:
     new: str
     heads: dict[str, str]
     archive: dict[str, str]
+    lock: str
     stops: dict[str, dict[str, int]]
 
     def save(self, checkout: Checkout) -> None:
         data = json.dumps(dataclasses.asdict(self)).encode()
         write_atomically(_state(checkout), data)
+
+    def put_back_lock(self, checkout: Checkout) -> None:
+        write_atomically(checkout.lock_file, self.lock.encode())
 
 
 def _state(checkout: Checkout) -> Path:
@@ -99,7 +104,9 @@ def start(checkout: Checkout, release: str) -> None:
     repository = hermetic_git(checkout.source)
     repository.fetch("--quiet", "origin")
     heads = {stack: repository.rev_parse(stack) for stack in STACKS}
-    move = _Move(lock.release, release, heads, dataclasses.asdict(archive), {})
+    before = checkout.lock_file.read_text()
+    row = dataclasses.asdict(archive)
+    move = _Move(lock.release, release, heads, row, before, {})
     move.save(checkout)
     _replay(checkout, move)
 
@@ -129,6 +136,7 @@ def abort(checkout: Checkout) -> None:
     repository.checkout("--quiet", "--force", ALL)
     for stack, head in move.heads.items():
         repository.update_ref(f"refs/heads/{stack}", head)
+    move.put_back_lock(checkout)
     _state(checkout).unlink()
     print(f"{checkout.source} is on {move.old} again")
 
@@ -198,7 +206,7 @@ def _finish(checkout: Checkout, move: _Move) -> None:
     try:
         done = export(checkout)
     except ToolError as error:
-        locks.write(checkout, lock)
+        move.put_back_lock(checkout)
         how = _how_to_go_on(checkout, _MEND.format(source=checkout.source))
         raise ToolError(f"{error}\n{how}") from None
     _state(checkout).unlink()

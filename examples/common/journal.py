@@ -8,10 +8,12 @@ was cut short is dropped. A file that holds anything else is left as it is.
 
 import fcntl
 import json
+import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -54,6 +56,8 @@ class Journal:
         except BlockingIOError:
             self._file.close()
             raise JournalError(f"Another run uses {self.path}.") from None
+        except OSError:
+            logger.warning("%s can not be locked: let one run use it", self.path)
         return self
 
     def __exit__(self, *_) -> None:

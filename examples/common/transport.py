@@ -13,6 +13,7 @@ from common.errors import ClientError
 from common.retry import Malformed, Passing, passes, retry_after
 
 CONNECT_SECONDS = 10
+LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 SHOWN = 500
 """Characters of an answer that an error shows."""
 
@@ -133,9 +134,9 @@ class Transport:
 
 
 def _proxy(url: str) -> str | None:
-    """What the environment says (`HTTPS_PROXY`, `NO_PROXY`, ...)."""
+    """What the environment says (`HTTPS_PROXY`, `NO_PROXY`, ...) of other machines."""
     parts = urlsplit(url)
-    if urllib.request.proxy_bypass(parts.netloc):
+    if parts.hostname in LOCAL or urllib.request.proxy_bypass(parts.netloc):
         return None
     return urllib.request.getproxies().get(parts.scheme)
 

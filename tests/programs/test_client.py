@@ -257,6 +257,14 @@ def test_a_key_that_no_header_takes(key):
         AsyncClient(api_key=key)
 
 
+def test_this_machine_is_behind_no_proxy(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing answers
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with Client(server.url, patience=0) as client:
+        assert client.connect().name == "m"
+
+
 def test_the_key(server):
     for key in (None, "sesame"):
         with Client(server.url, api_key=key) as client:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`examples/common`'s journal, and how the programs that use it begin and end."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -37,6 +38,16 @@ def test_a_journal_goes_on(path):
         with Journal(path) as journal:
             assert journal.begin(HEADER) == [{"n": n} for n in range(count)]
             journal.append({"n": count})
+
+
+def test_a_file_system_without_locks_is_told(path, monkeypatch, caplog):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("common.journal.fcntl.flock", no_locks)
+    with Journal(path) as journal:
+        assert len(journal.begin(HEADER)) == 3
+    assert f"{path} can not be locked" in caplog.text
 
 
 def test_what_is_made_of_a_line(path):

@@ -147,9 +147,24 @@ def test_a_changed_model_of_a_name_is_scored_again(tmp_path):
     model = Model(path=str(folder))
     scores = store.open_model(model)
     write_json(scores.path(0), {})
-    assert store.open_model(model).count() == 1
+    write_json(store.text_path, {"calls": 1})
+    assert store.open_model(model).count() == 1 and store.has_all_of(model)
     (folder / "model.safetensors").write_bytes(b"ab")
+    assert not store.has_all_of(model)  # and is not reported as if it were that one
     assert store.open_model(model).count() == 0
+
+
+def test_a_line_of_results_for_each_name(tmp_path):
+    store = Store(tmp_path)
+    one, other = {"model": "a", "kl": 1}, {"model": "b", "kl": 2}
+    for result in (one, other, one, other):
+        store.add_result(result)
+    assert store.results_path.read_text() == f"{json.dumps(one)}\n{json.dumps(other)}\n"
+    with store.results_path.open("a") as file:
+        file.write('{"model": "b", "k')  # cut off by a kill
+    store.add_result({"model": "a", "kl": 3})
+    lines = map(json.loads, store.results_path.read_text().splitlines())
+    assert [*lines] == [other, {"model": "a", "kl": 3}]
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path):

@@ -152,6 +152,14 @@ def test_tokenizers_that_put_a_space_in_front(server, connect):
     assert client.encode(["bc"]) == [[2]]
 
 
+def test_tokenizers_that_end_a_text(server, connect):
+    """A prompt begins as a text does, and goes on."""
+    server.begin, server.end = (1,), (2,)
+    client = connect()
+    assert client.encode(["b", ""], begin=True) == [[1, 98], [1]]
+    assert client.encode(["b"]) == [[98]]
+
+
 def test_two_clients_at_once(server):
     prompts = [[ord(c) for c in f"prompt {n}"] for n in range(30)]
     expected = [[server.logprob(p, i) for i in (97, 98)] for p in prompts]

@@ -50,6 +50,18 @@ def test_windows_hold_each_token_once_and_start_as_the_tokenizer_does():
     assert 25 <= count(held_out) < 25 + 8
 
 
+def test_no_window_has_what_the_tokenizer_puts_after_a_text():
+    from utio_texts import cut
+
+    class Ended:
+        def encode(self, text, add_special_tokens=True):
+            ids = [ord(letter) for letter in text]
+            return [0, *ids, 1] if add_special_tokens else ids
+
+    [window] = cut(Ended(), ["abc"], 10, 100)
+    assert window == [0, *map(ord, "abc")]
+
+
 def test_no_text_takes_all_while_others_have_some():
     from utio_texts import cut
 

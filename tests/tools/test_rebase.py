@@ -139,6 +139,23 @@ def test_stacks_that_break_the_rules_can_be_given_up(forked):
     assert check(forked)
 
 
+def test_an_export_that_was_interrupted_can_be_given_up(forked, monkeypatch):
+    before, lock = exported(forked), locks.read(forked)
+    conflicting(forked)
+    resolve(forked, line_20="21")
+
+    def stopped(checkout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rebase, "export", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        rebase.go_on(forked)
+    assert locks.read(forked).release == NEWER
+    rebase.abort(forked)
+    assert locks.read(forked) == lock and exported(forked) == before
+    assert check(forked)
+
+
 def test_a_second_rebase_waits_for_the_first(forked):
     conflicting(forked)
     with pytest.raises(ToolError, match="--continue or --abort"):

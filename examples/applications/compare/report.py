@@ -31,11 +31,10 @@ def with_floor(report: dict[str, Any]) -> list[dict[str, Any]]:
 def make_report(
     plan: Plan, store: Store, failed: list[dict[str, str]]
 ) -> dict[str, Any]:
-    total = store.text["calls"]
     models = [*plan.candidates]
     if plan.noise_floor:
         models.insert(0, floor_model(plan, store))
-    done = [model for model in models if store.scores(model.label).count() == total]
+    done = [model for model in models if store.has_all_of(model)]
     results = [result_of(plan, store, it) | times_of(store, it) for it in done]
     floor = results.pop(0) if done and done[0].label == FLOOR else None
     return {

@@ -27,6 +27,7 @@ from compare.files import (
     from_arrays,
     load_arrays,
     load_metadata,
+    replacing,
     save_arrays,
     to_arrays,
     write_json,
@@ -212,6 +213,8 @@ class Store:
                 raise PlanError(
                     f"--output: another run is at work in {self.folder}"
                 ) from None
+            except OSError:
+                print(f"{self.folder} is where nothing can be locked: run one at a time")
             yield lock.fileno()
 
     @property
@@ -234,7 +237,7 @@ class Store:
 
     def open_for(self, plan: Plan) -> None:
         """Raises `PlanError` if the folder holds a comparison with another reference
-        or text; forgets models that are not what they were."""
+        or text."""
         wanted = {
             "reference": plan.reference.model_dump(mode="json"),
             "reference_weights": model_fingerprint(plan.reference),
@@ -266,14 +269,25 @@ class Store:
             write_json(path, wanted)
         return scores
 
+    def has_all_of(self, model: Model) -> bool:
+        """Whether all scores are there, and are not another model's of that name."""
+        scores = self.scores(model.label)
+        there = read_json(scores.folder / "model.json")
+        return there == model_fingerprint(model) and scores.count() == self.text["calls"]
+
     def add_result(self, result: dict[str, Any]) -> None:
-        """Appends a line to `results.jsonl`, unless the same is there; replaces one
-        that a kill cut off."""
+        """Adds a line to `results.jsonl`, unless the same is there; drops a line of
+        another model of that name, and one that a kill cut off."""
         added = json.dumps(result).encode() + b"\n"
-        with self.results_path.open("a+b") as file:
-            file.seek(0)
-            lines = file.read().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith(b"\n")]
-            file.truncate(sum(map(len, whole)))
-            if added not in whole:
-                file.write(added)
+        path = self.results_path
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        kept = [
+            line
+            for line in lines
+            if line.endswith(b"\n")
+            and (line == added or json.loads(line)["model"] != result["model"])
+        ]
+        if added not in kept:
+            kept.append(added)
+        with replacing(path) as partial:
+            partial.write_bytes(b"".join(kept))

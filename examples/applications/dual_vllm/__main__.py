@@ -197,17 +197,19 @@ async def sample(
             )
 
         begin = time.perf_counter()
+        failure = None
         try:
             async with asyncio.TaskGroup() as group:
                 for dual in duals:
                     group.create_task(work(dual))
         except* (ClientError, OSError) as errors:
-            bar.close()
-            tell()
-            print("The same command goes on from there.", file=sys.stderr)
-            raise errors.exceptions[0] from None
+            # Raised here, it would be in a group again before Python 3.11.4.
+            failure = errors.exceptions[0]
         bar.close()
         tell()
+        if failure is not None:
+            print("The same command goes on from there.", file=sys.stderr)
+            raise failure from None
         for s in samples:
             duals[0].set_text(s.output)
     return [s.output for s in samples]

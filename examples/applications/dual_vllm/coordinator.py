@@ -242,7 +242,7 @@ class DualVLLMCoordinator:
             roots = [server.model.root for server in self.servers]
             await asyncio.to_thread(lambda: [*map(end_ids, roots)])
         # The largest request there will be; a server that can not serve it says why.
-        row = (everything * self.config.max_candidates)[: self.config.max_candidates]
+        row = [i % self.vocabulary for i in range(self.config.max_candidates)]
         top_k = min(self.config.top_k, self.vocabulary)
         await self._both(lambda s: s.ask([ids[:2]], [row], top_k=top_k))
 

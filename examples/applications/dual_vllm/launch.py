@@ -14,12 +14,13 @@ from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 from safetensors import SafetensorError
 
 REFERENCE_MODEL = Path(__file__).parents[2] / "reference_model" / "model"
 START_SECONDS = 900
+_DIRECTLY = build_opener(ProxyHandler({}))
 
 
 class LaunchError(Exception):
@@ -83,7 +84,7 @@ class LocalServer:
 
     def _is_healthy(self) -> bool:
         try:
-            with urlopen(self.url + "/health", timeout=10) as response:
+            with _DIRECTLY.open(self.url + "/health", timeout=10) as response:
                 return response.status == 200
         except (OSError, HTTPException):  # refusals and time-outs too
             return False

@@ -67,6 +67,7 @@ class Scorer:
         self.unlisted: Counter[str] = Counter()
         """Label to how often it was not among the top log-probabilities."""
         self._before: dict[str, list[int]] = {}  # tokens of texts before others
+        self._after: int | None = None  # number of tokens that are put after a text
         self._lock = threading.Lock()
         try:
             found = self.client.connect()
@@ -129,9 +130,19 @@ class Scorer:
         """
         if not self.scores_by_name:
             return list(texts)
-        tokens = partial(self.client.tokenize, add_special_tokens=True)
-        encode = tokens if begin else self._tokens_inside
+        encode = self._tokens_at_begin if begin else self._tokens_inside
         return [encode(text) for text in texts]
+
+    def _tokens_at_begin(self, text: str) -> list[int]:
+        """A text's tokens, without what some tokenizers put after a text."""
+        whole = partial(self.client.tokenize, add_special_tokens=True)
+        if self._after is None:
+            one, inside = whole("x"), self._tokens("x")
+            begins = range(len(one) - len(inside) + 1)
+            begin = next((i for i in begins if one[i:][: len(inside)] == inside), None)
+            self._after = 0 if begin is None else len(one) - len(inside) - begin
+        tokens = whole(text)
+        return tokens[: len(tokens) - self._after]
 
     def _tokens_inside(self, text: str) -> list[int]:
         """A text's tokens where another text is before it: some tokenizers put a space

@@ -101,6 +101,12 @@ def count(windows: Sequence[Sequence[int]]) -> int:
     return sum(map(usable, windows))
 
 
+def begin_of(tokenizer) -> list[int]:
+    """What the tokenizer puts before a text. Of an empty one it would give what it puts
+    after it as well."""
+    return Encoder(tokenizer).ends("0")[0]
+
+
 def cut(tokenizer, texts: Sequence[Text], context: int, tokens: int) -> list[list[int]]:
     """Windows of the texts in random order, those of a text together.
 
@@ -112,7 +118,7 @@ def cut(tokenizer, texts: Sequence[Text], context: int, tokens: int) -> list[lis
     """
     generator = random.Random(0)
     encoder = Encoder(tokenizer, special_tokens=False)
-    prefix = tokenizer.encode("")
+    prefix = begin_of(tokenizer)
     most = math.ceil(tokens / MIN_TEXTS / (context - 2))
     enough = math.ceil(tokens / (context - 2)) + 1
     first: list[tuple[int, list[int]]] = []

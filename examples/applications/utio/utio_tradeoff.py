@@ -87,7 +87,7 @@ from utio_frontier import (
     write_csv,
 )
 from utio_states import Exits, Translator, progress
-from utio_texts import Text, chunks_of, parts_of, read_texts
+from utio_texts import Text, begin_of, chunks_of, parts_of, read_texts
 from utio_ways import AtTheCutoff, BeforeTheStep, Chosen, ExitHead
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.depth.calibration import Calibration, load_calibration
@@ -400,7 +400,7 @@ def read_windows(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     tokenizer = calibrate.load_tokenizer(args.model)
     texts = read_texts(args, held_out=True)
     length = args.prompt_length + args.forced_length
-    prefix = tokenizer.encode("")
+    prefix = begin_of(tokenizer)
     encoder = Encoder(tokenizer, special_tokens=False)
 
     def windows_of(text: Text, most: int) -> list[list[int]]:

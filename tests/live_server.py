@@ -40,7 +40,7 @@ def live_server(
     """Starts `vllm serve`; yields its process and its port once it answers.
 
     It is a fork of a process that has imported vLLM, unless it has an environment of its
-    own, which it may need before that.
+    own, which it may need before that. It then leads a process group, as in a terminal.
 
     Args:
         model: folder of the model.
@@ -58,7 +58,9 @@ def live_server(
     if environ:
         command[:1] = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         with log.open("w") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
     else:
         process = forks.Process(command, environment, log)
 

@@ -21,7 +21,9 @@ looks at other ways are part of a turn.
 
 *tokens a round* are the tokens that a request gets from a pass through all layers;
 *ideal* is what that would gain if a pass and a draft cost what the weights say that they
-read, and nothing else.
+read, and nothing else. *by rows* is the same where the costs are measured: a pass over so many
+tokens takes as long as a step of a plain engine with as many requests, and a part of the layers
+its part of that. It is for fixed numbers of drafts.
 """
 
 import argparse
@@ -229,15 +231,40 @@ def read_prompts(count: int) -> list[list[int]]:
     return [prompts[i % len(prompts)] for i in range(count)]
 
 
-def draft_cost(exit_layer: int, model: Path) -> float:
-    """Weights that a draft reads, by those of all layers and the head."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, size = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
-    layer = hidden * size * 2 * (queries + keys) + 3 * hidden * config["intermediate_size"]
-    head = hidden * config["vocab_size"]
-    whole = config["num_hidden_layers"] * layer + head
-    return (exit_layer * layer + 3 * hidden * hidden + head) / whole
+class Weights:
+    """Of a layer, a translator and the head, by those of all layers and the head."""
+
+    def __init__(self, model: Path):
+        config = json.loads((model / "config.json").read_text())
+        hidden, size = config["hidden_size"], config["head_dim"]
+        queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+        layer = hidden * size * 2 * (queries + keys) + 3 * hidden * config["intermediate_size"]
+        head = hidden * config["vocab_size"]
+        whole = config["num_hidden_layers"] * layer + head
+        self.layer, self.head, self.translator = (
+            part / whole for part in (layer, head, 3 * hidden * hidden)
+        )
+
+    def draft(self, exit_layer: int) -> float:
+        return exit_layer * self.layer + self.translator + self.head
+
+    def round(self, exit_layer: int, num_drafts: int, rows: float) -> float:
+        """What a round takes if drafting keeps its states, by a plain step.
+
+        The last draft's pass draws nothing. `rows` is the time of a pass of all layers over
+        the rows that are verified, by a plain step's.
+        """
+        drafts = num_drafts * self.draft(exit_layer) + exit_layer * self.layer
+        return drafts + (1 - exit_layer * self.layer) * rows
+
+
+def num_fixed_drafts(options: dict) -> int:
+    """Of each round, from one exit; 0 if they differ."""
+    drafting = options["speculative"] or {}
+    is_fixed = isinstance(drafting.get("exit_layer"), int) and not (
+        drafting["min_acceptance"] or "draft_gate" in drafting or "prompt_lookup_max" in drafting
+    )
+    return drafting["num_speculative_tokens"] if is_fixed else 0
 
 
 def main() -> None:
@@ -284,7 +311,7 @@ def main() -> None:
             for name, options in chosen.items():
                 workers[name].call("start", model=str(model), dtype=args.dtype, **options)
             for case in turns:
-                measure(args, workers, prompts, case)
+                measure(args, workers, prompts, chosen, case)
                 if start == args.starts - 1:
                     show(args, model, chosen, case)
         finally:
@@ -301,6 +328,8 @@ class Turns:
         """A token, of each way: a list a start of its engine, with a number a turn."""
         self.held = {name: [] for name in names if has_draft_gate(name)}
         """The same of engines whose gate is taken away."""
+        self.steps_of: dict[int, list[float]] = {}
+        """Seconds of a step of a plain engine, by its number of requests."""
         self.counts = {name: np.zeros(4) for name in names}
         self.tokens = dict.fromkeys(names, 0)
         self.steps = dict.fromkeys(names, 0)
@@ -325,9 +354,10 @@ class Turns:
         return f"{statistics.mean(ratios):.3f} ± {error:.3f}"
 
 
-def measure(args, workers: dict[str, Worker], prompts, case: Turns) -> None:
+def measure(args, workers: dict[str, Worker], prompts, ways, case: Turns) -> None:
     """The turns of one start of the engines."""
     batch = case.batch
+    verified = {batch * (num_fixed_drafts(options) + 1) for options in ways.values()}
     job = dict(tokens=args.tokens, temperature=case.temperature)
     for name, worker in workers.items():
         # What the first calls alone do.
@@ -353,11 +383,16 @@ def measure(args, workers: dict[str, Worker], prompts, case: Turns) -> None:
                     case.counts[name] += found["counts"]
                     case.tokens[name] += found["tokens"]
                     case.steps[name] += found["steps"]
+        for rows in sorted(verified) if len(verified) > 1 else ():
+            mine = [prompts[i % len(prompts)] for i in range(n * rows, (n + 1) * rows)]
+            found = workers[PLAIN].call("generate", **call | {"prompts": mine})
+            case.steps_of.setdefault(rows, []).append(found["seconds"] / found["steps"])
 
 
 def show(args, model: Path, ways: dict[str, dict], case: Turns) -> None:
     batch, seconds = case.batch, case.seconds
     rows, plains = [], [name for name in (PLAIN, PLAIN_EAGER) if name in seconds]
+    weights = Weights(model)
     for name, options in ways.items():
         speculative = options["speculative"]
         _, drafted, accepted, routed = case.counts[name]
@@ -369,7 +404,14 @@ def show(args, model: Path, ways: dict[str, dict], case: Turns) -> None:
         # Drafts of several layers, or those that were looked up, do not cost the same.
         mixed = isinstance(exit_layer, list) or (exit_layer and "prompt_lookup_max" in drafting)
         if exit_layer and not mixed:
-            ideal /= 1 + draft_cost(exit_layer, model) * drafted / rounds
+            ideal /= 1 + weights.draft(exit_layer) * drafted / rounds
+        by_rows = ""
+        if fixed := num_fixed_drafts(options):
+            plain, verified = (
+                statistics.median(case.steps_of[rows]) for rows in (batch, batch * (fixed + 1))
+            )
+            cost = weights.round(exit_layer, fixed, verified / plain)
+            by_rows = f"{generated / rounds / cost:.2f}"
         rate = 1 / statistics.median(itertools.chain(*seconds[name]))
         rows.append([
             name,
@@ -377,6 +419,7 @@ def show(args, model: Path, ways: dict[str, dict], case: Turns) -> None:
             f"{drafted / rounds:.2f}" if drafted else "",
             f"{generated / rounds:.2f}",
             "" if mixed else f"{ideal:.2f}",
+            by_rows,
             f"{routed / case.steps[name]:.2f}" if options.get("routing") else "",
             case.gain(name) if name in case.held else "",
             *(case.ratio(name, plain) for plain in plains),
@@ -388,11 +431,12 @@ def show(args, model: Path, ways: dict[str, dict], case: Turns) -> None:
     processes.show(
         f"drafting-{batch}-{temperature:g}",
         f"Drafting, batch {batch}, {kind}, {args.dtype}{starts}",
-        ["way", "accepted", "drafts a round", "tokens a round", "ideal", "steps routed",
-         "times held", *(f"times {plain}" for plain in plains), "tokens a second"],
+        ["way", "accepted", "drafts a round", "tokens a round", "ideal", "by rows",
+         "steps routed", "times held", *(f"times {plain}" for plain in plains), "tokens a second"],
         rows,
         seconds=seconds,
         held=case.held,
+        steps_of=case.steps_of,
     )  # fmt: skip
 
 

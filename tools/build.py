@@ -227,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["build", "demo", "test"],
         default="build",
         metavar="demo|test",
-        help="demo: then show what it does, in two or three minutes; "
+        help="demo: then show what it does, in about three minutes; "
         "test: then run all tests, or the parts that are named",
     )
     parser.add_argument(

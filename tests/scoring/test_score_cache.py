@@ -258,7 +258,10 @@ LORA = dict(
 )
 
 
-@pytest.mark.parametrize("how", ["in place", "again", "under another id"])
+CHANGES = ["in place", "then in place", "again", "under another id"]
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_adapters_that_change(engine, adapter_folders, tmp_path, how):
     """Under their old name, the prefix cache holding what they made before."""
     from vllm.lora.request import LoRARequest
@@ -267,14 +270,16 @@ def test_adapters_that_change(engine, adapter_folders, tmp_path, how):
     path = tmp_path / "adapter"
     shutil.copytree(adapter_folders[0], path)
     ids = random_ids(13, VOCABULARY, 5 * BLOCK)
-    number = 10 * (1 + ["in place", "again", "under another id"].index(how))
+    number = 10 * (1 + CHANGES.index(how))
     name = f"changes {how}"
     first = LoRARequest(name, number, str(path), load_inplace=how == "in place")
     before = logprobs_of(llm, ids, first)
     file = path / "adapter_model.safetensors"
     save_file({key: 2 * tensor for key, tensor in load_file(file).items()}, file)
     second = first
-    if how == "again":
+    if how == "then in place":
+        second = LoRARequest(name, number, str(path), load_inplace=True)
+    elif how == "again":
         llm.llm_engine.remove_lora(number)
     elif how == "under another id":
         llm.llm_engine.remove_lora(number)

@@ -20,13 +20,17 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default=str(MODEL), help="of 1,024 tokens or more")
     args = parser.parse_args()
+    try:
+        text = args.file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{args.file}: {error}")
     quiet.hush(in_process=True)  # in a copy, leave this and the import out
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(args.model, enforce_eager=True, kv_cache_memory_bytes=2**30,
               max_model_len=LONGEST, use_tqdm_on_load=False)  # fmt: skip
     tokenizer = llm.get_tokenizer()
-    text = tokenizer.encode(args.file.read_bytes().decode())
+    text = tokenizer.encode(text)
     tokens = text[:LONGEST]
     if len(tokens) < 2:
         sys.exit(f"{args.file}: nothing comes after the first token")

@@ -29,13 +29,17 @@ def main() -> None:
         parser.error("--temperature must be positive")
     if args.output.suffix != ".npz" or not args.output.parent.is_dir():
         parser.error(f"--output {args.output}: a file that ends in .npz, in a folder that is there")
+    try:
+        text = args.file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{args.file}: {error}")
     quiet.hush(in_process=True)  # in a copy, leave this and the import out
     import numpy as np
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(args.model, enforce_eager=True, kv_cache_memory_bytes=2**30,
               max_model_len=LONGEST, use_tqdm_on_load=False)  # fmt: skip
-    text = llm.get_tokenizer().encode(args.file.read_bytes().decode())
+    text = llm.get_tokenizer().encode(text)
     tokens = text[:LONGEST]
     if len(tokens) < 2:
         sys.exit(f"{args.file}: nothing comes after the first token")

@@ -27,6 +27,7 @@ import yaml
 from tools import bases, lock as locks, stacks
 from tools.common import HERE, Checkout, ToolError, run_main
 from tools.hermetic import hermetic_git
+from tools.series import import_base
 from tools.stacks import ALL, DEPTH, FIXES, SCORING, STACKS, Contents
 
 _LINTERS = {
@@ -308,6 +309,8 @@ def main() -> None:
         "--each-patch", action="store_true", help="all hooks at each patch, mypy too"
     )
     arguments = parser.parse_args()
+    if not bases.has(HERE, locks.read(HERE).release):
+        import_base(HERE, "archive")
     try:
         found = lint_messages(stacks.read(HERE)) + lint_own(HERE)
         found += lint_patches(HERE, arguments.each_patch)

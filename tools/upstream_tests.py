@@ -31,10 +31,7 @@ from tools import bases, lock as locks, stacks, stamp
 from tools.common import HERE, PYTEST_OPTIONS, Checkout, ToolError, run_main
 from tools.stacks import ALL, BRANCHES, Contents
 
-INTERPRETED = (
-    "tests/kernels/test_read_logits.py",
-    "tests/v1/worker/test_fused_target_logprobs.py",
-)
+INTERPRETED = ("tests/kernels/test_read_logits.py",)
 """Tests that need a GPU or Triton's interpreter."""
 
 _HEADER = re.compile(rb"^\+\+\+ b/(tests/(?:.*/)?test_[^/\s]*\.py)$", re.MULTILINE)

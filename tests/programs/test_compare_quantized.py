@@ -227,12 +227,17 @@ def test_a_checkpoint_is_small_and_says_what_it_is(source, tmp_path):
         (["--scheme", "W4A16", "--group-size", "0"], "--group-size"),
         (["--scheme", "W8A8", "--model", "/no/where"], "/no/where"),
         (["--scheme", "W8A8", "--output", str(EXAMPLES)], "--output"),
+        (["gpt2"], "--model: transformer.h.0.attn.c_attn.weight is of a Conv1D"),
+        (["deep_qwen3_moe"], "--model: model.layers.0.mlp"),
     ],
 )
 def test_what_can_not_be_quantized_is_refused(source, wrong, said, tmp_path, capsys):
     from compare.cli import main
 
-    arguments = ["--model", str(source("llama")), "--output", str(tmp_path / "out")]
+    family = "llama"
+    if not wrong[0].startswith("-"):
+        family, *wrong = *wrong, "--scheme", "W8A8"
+    arguments = ["--model", str(source(family)), "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as stopped:
         main(["quantize", *arguments, *wrong])
     assert stopped.value.code == 2 and said in capsys.readouterr().err

@@ -386,6 +386,18 @@ def test_no_rounding_makes_a_divergence_negative_or_nan():
     assert np.isposinf(divergence(certain, none, other, none))
 
 
+def test_parts_without_a_finite_position_have_no_weight():
+    from compare.divergence import Comparison
+    from score_kld import join
+
+    def part(kl: list[float], of_fewer: float) -> Comparison:
+        zeros = np.zeros(len(kl))
+        return Comparison(np.array(kl), {1: of_fewer}, np.array(kl), *[zeros] * 5)
+
+    joined = join([part([1.0, np.inf], 1.0), part([np.inf], np.nan), part([3, 3, 3], 3.0)])
+    assert joined.kl_of_fewer == {1: 2.5} and len(joined.kl) == 6
+
+
 def test_draws_from_the_tail_are_uniform_and_outside_the_candidates():
     from compare.reference import draw_from_tail
 

@@ -31,6 +31,18 @@ def test_score_a_text(text):
     assert "perplexity" in first
 
 
+@pytest.mark.parametrize("name", ["score_text.py", "teacher.py"])
+@pytest.mark.parametrize("content", [None, b"caf\xe9"])
+def test_a_file_that_is_no_text_is_refused(name, content, tmp_path):
+    file = tmp_path / "text"
+    if content:
+        file.write_bytes(content)
+    output = [f"--output={tmp_path / 'teacher.npz'}"] * (name == "teacher.py")
+    done = forks.run([str(EXAMPLES / name), str(file), *output], os.environ)
+    assert done.returncode == 2
+    assert f"error: {file}: " in done.stderr and "Traceback" not in done.stderr
+
+
 def test_compare_labels():
     lines = run("compare_labels.py")
     assert [line.split()[3] for line in lines] == ["np", "nn"]

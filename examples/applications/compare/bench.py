@@ -40,14 +40,14 @@ Way = Callable[[list[Window]], list[float]]
 
 def run(args: argparse.Namespace) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    plan = Plan(**json.loads((args.folder / "report.json").read_text())["plan"])
+    plan = Plan(**json.loads((args.folder / "report.json").read_bytes())["plan"])
     windows = Scores(args.folder / "reference").load_reference(0).windows
     many = first_positions(windows, args.positions)
     few = first_positions(windows, args.full_positions)
     candidates = [Model(path=path) for path in args.candidate] or plan.candidates
     models = [plan.reference, *candidates]
     engines = [start(model, plan) for model in models]
-    loaded = [load(model.folder) for model in models]
+    loaded = [load(model) for model in models]
     ways: dict[str, tuple[Way, list[Window]]] = {
         "named tokens": (lambda w: by_name(engines, w, plan), many),
         "Transformers": (lambda w: with_transformers(loaded, w), many),
@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> None:
 
 def start(model: Model, plan: Plan) -> "LLM":
     options = {"max_num_batched_tokens": TOKENS_PER_STEP} | model.options
+    if model.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = model.tensor_parallel_size
     return new_engine(
         "OUTPUT", model=model.folder, dtype=model.dtype, quantization=model.quantization,
         max_model_len=plan.context_length + 1, max_logprobs=-1,
@@ -92,14 +94,15 @@ def by_name(engines: list["LLM"], windows: list[Window], plan: Plan) -> list[flo
     return [float(compare_with(llm, reference).estimate.mean()) for llm in others]
 
 
-def load(path: str) -> Any:
+def load(model: Model) -> Any:
     """The model in Transformers; a quantized one computes on its dequantized weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
-    options = {}
-    if getattr(AutoConfig.from_pretrained(path), "quantization_config", None):
+    options = {"dtype": {"half": "float16", "float": "float32"}.get(model.dtype, model.dtype)}
+    config = getattr(AutoConfig.from_pretrained(model.folder), "quantization_config", None)
+    if config and config["quant_method"] == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **options).eval()
+    return AutoModelForCausalLM.from_pretrained(model.folder, **options).eval()
 
 
 def logprobs_of(model: Any, window: Window) -> "torch.Tensor":

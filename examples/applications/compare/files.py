@@ -40,7 +40,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, content: Any) -> None:
     with replacing(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        partial.write_text(text + "\n", encoding="utf-8")
 
 
 def save_arrays(

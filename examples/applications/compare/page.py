@@ -62,7 +62,7 @@ def write_page(
         METHOD.format(mark=WITHIN_NOISE, k=plan["top_k"], m=plan["tail_samples"])
     )
     with replacing(path) as partial:
-        partial.write_text("\n\n".join(parts))
+        partial.write_text("\n\n".join(parts), encoding="utf-8")
 
 
 def settings(report: dict[str, Any]) -> str:

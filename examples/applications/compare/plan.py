@@ -187,7 +187,7 @@ def engine_arguments() -> frozenset[str]:
     seconds."""
     spec = importlib.util.find_spec("vllm")
     path = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             fields = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
             return frozenset(field.id for field in fields)
@@ -286,7 +286,7 @@ class OnceLoader(yaml.SafeLoader):
 def read_yaml(path: Path) -> dict[str, Any]:
     """The file's mapping. Paths in it are relative to where the program is run."""
     try:
-        content = yaml.load(path.read_text(), OnceLoader)
+        content = yaml.load(path.read_text(encoding="utf-8"), OnceLoader)
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

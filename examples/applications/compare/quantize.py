@@ -123,6 +123,7 @@ def apply_scheme(
         config_groups={"group_0": scheme}, ignore=[] if head else [HEAD]
     )
     apply_quantization_config(model, config)
+    check_layers(model)
     for name, layer in model.named_modules():
         if getattr(layer, "quantization_scheme", None) is None:
             continue
@@ -133,6 +134,22 @@ def apply_scheme(
         layer.weight_scale.data.copy_(scale)
         if hasattr(layer, "weight_zero_point"):
             layer.weight_zero_point.data.copy_(zero)
+
+
+def check_layers(model: "PreTrainedModel") -> None:
+    """Refuses a model with products that would stay as they are, unlike what its config
+    says, as those of experts and of GPT-2."""
+    import torch
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
+            continue
+        for field, parameter in layer.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                raise ValueError(
+                    f"--model: {name}.{field} is of a {type(layer).__name__}, and only "
+                    "linear layers can be quantized here"
+                )
 
 
 def scale_of(

@@ -41,7 +41,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 def read_json(path: Path) -> Any:
     """The content, or None if there is no such file."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
 

@@ -195,12 +195,13 @@ def compare_all(
 def join(parts: list[Comparison]) -> Comparison:
     """Consecutive comparisons as one."""
     fields = dict(zip(Comparison._fields, zip(*parts)))
-    sizes = [len(part.kl) for part in parts]
+    # Their means are of the finite positions; a part may have none.
+    sizes = [int((np.isfinite(part.kl) & np.isfinite(part.estimate)).sum()) for part in parts]
     fewer = fields.pop("kl_of_fewer")
-    means = {
-        k: float(np.average([part[k] for part in fewer], weights=sizes))
-        for k in fewer[0]
-    }
+    means = {}
+    for k in fewer[0]:
+        sums = [size * part[k] for size, part in zip(sizes, fewer) if size]
+        means[k] = sum(sums) / sum(sizes) if sums else math.nan
     columns = {name: np.concatenate(column) for name, column in fields.items()}
     return Comparison(kl_of_fewer=means, **columns)
 

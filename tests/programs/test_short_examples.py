@@ -32,7 +32,7 @@ def test_score_a_text(text):
 
 
 @pytest.mark.parametrize("name", ["score_text.py", "teacher.py"])
-@pytest.mark.parametrize("content", [None, b"caf\xe9"])
+@pytest.mark.parametrize("content", [None, b"\xe9t\xe9"])
 def test_a_file_that_is_no_text_is_refused(name, content, tmp_path):
     file = tmp_path / "text"
     if content:

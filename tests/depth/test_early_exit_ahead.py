@@ -192,6 +192,8 @@ def test_a_gate_drafts_as_is_fastest(
     with drafted_ahead(llm) as drafted:
         (completion,) = generate(llm, [ids], params(400))
     assert_greedy(llama, ids, completion, 400)
+    first, *chosen = chosen
+    assert first == Way()  # a prompt's step is in no turn
     turns = 3 * -(-(DROPPED_ROUNDS + TRIAL_ROUNDS) // (STEPS_PER_TURN - 2))
     trial, after = chosen[: turns * STEPS_PER_TURN], chosen[turns * STEPS_PER_TURN :]
     firsts = trial[::STEPS_PER_TURN]

@@ -171,6 +171,9 @@ def ways(calibration: Path) -> dict[str, dict]:
         "n-gram, else exit after 3, k ≤ 3, chance ≥ 0.5": dict(
             speculative=early_exit(3, 3, 0.5, **window), **compiled
         ),
+        "n-gram, else exit after 3, k ≤ 3, gate": dict(
+            speculative=early_exit(3, 3, 0, draft_gate=True, **window), **compiled
+        ),
         "exit after 3, k ≤ 2, gate": dict(speculative=gated, **compiled),
         "exit after 2 or 3, k ≤ 2, gate": dict(
             speculative=early_exit([2, 3], 2, 0, draft_gate=True), **compiled
@@ -184,7 +187,7 @@ def ways(calibration: Path) -> dict[str, dict]:
 
 
 def has_draft_gate(name: str) -> bool:
-    return name.startswith("exit") and name.endswith("gate")
+    return "exit" in name and name.endswith("gate")
 
 
 def inflated(times: int = 4, model: Path = REFERENCE / "model") -> Path:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers on the loopback for the time of some tests."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import forks
+import ports
 import requests
 import runners
 from waiting import until
@@ -50,9 +50,8 @@ def live_server(
         environ: more of its environment.
         survives: whether it has to run still when the tests are done.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    reserved = ports.reserve()
+    port = ports.number(reserved)
     command = ["vllm", "serve", str(model), f"--port={port}", *options]
     environment = runners.environment(runner) | dict(environ)
     if environ:
@@ -78,6 +77,7 @@ def live_server(
     finally:
         process.terminate()
         process.wait(60)
+        reserved.close()
 
 
 def _is_healthy(port: int) -> bool:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import forks
 import httpx
 import numpy as np
+import ports
 import pytest
 import runners
 from waiting import until
@@ -45,9 +45,8 @@ class Server:
     """A `vllm serve` that can be killed and started again on the same port."""
 
     def __init__(self, log: Path):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._reserved = ports.reserve()
+        self.port = ports.number(self._reserved)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.process: forks.Process | None = None

@@ -44,9 +44,12 @@ class LocalServer:
             arguments: of `vllm serve`.
             cores: the only ones it may use, if any.
         """
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Held, so that nobody else is given its port: vLLM sets SO_REUSEADDR too, and can
+        # bind to it as long as this one does not listen.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        port = self._reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.cores = cores

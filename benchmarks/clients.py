@@ -111,7 +111,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=4)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name, least in (("repeat", 1), ("questions", 1), ("turns", 5)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} has to be at least {least}")
+    return args
 
 
 def by_turns(servers: dict[str, Server], function, repeat: int):

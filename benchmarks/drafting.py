@@ -197,7 +197,8 @@ def inflated(times: int = 4, model: Path = REFERENCE / "model") -> Path:
     if model != REFERENCE / "model":
         name += f"-{model.name}"
     folder = processes.BUILD / "models" / name
-    if not (folder / "config.json").exists():
+    made, source = folder / "config.json", model / "model.safetensors"
+    if not made.exists() or made.stat().st_mtime < source.stat().st_mtime:
         sys.path.insert(0, str(REFERENCE))
         import inflate
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -192,7 +193,10 @@ def random_llama(vocabulary: int, hidden: int, layers: int, dtype: str) -> Path:
             tie_word_embeddings=True,
         )
         model = LlamaForCausalLM(config).to(getattr(torch, dtype))
-        model.save_pretrained(folder)
+        partial = folder.with_name(f"{folder.name}.partial")
+        model.save_pretrained(partial)  # config.json comes before the weights
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
     return folder
 
 

@@ -79,6 +79,9 @@ def main() -> None:
 
 def score(args: argparse.Namespace) -> None:
     texts = open_texts(args)
+    for path in args.text or ():
+        if not path.is_file():  # it is read for each timing
+            sys.exit(f"--text {path}: no regular file, and so read only once")
     llm = start_engine(args)
     windows = partial(read_windows, llm, texts, args)
     tally = Tally()

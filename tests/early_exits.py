@@ -104,6 +104,26 @@ def watched(llm) -> Iterator[Watched]:
         del early_exit.plan, early_exit.draft, early_exit.look_up
 
 
+def fastest(gate, best: int) -> list[int]:
+    """Gives a gate a clock by which a round of one way takes a ninth of the others'.
+
+    Returns:
+        Its ways by round, which grows.
+    """
+    gate.sizes, gate.round = {}, None
+    chosen, time = [], 0
+
+    def now() -> int:
+        nonlocal time
+        if gate.round is not None:
+            chosen.append(gate.round.way)
+            time += 1 if gate.round.way == best else 9
+        return time
+
+    gate._now = now
+    return chosen
+
+
 def assert_greedy(oracle, ids: list[int], completion, count: int, pick=None) -> None:
     """Asserts `count` tokens, each the most probable after the others, up to ties.
 

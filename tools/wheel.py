@@ -77,6 +77,8 @@ def _run_backend(
         "VLLM_VERSION_OVERRIDE": lock.version(target.device),
         **hermetic_environment(),
     }
+    if "LD_LIBRARY_PATH" in os.environ:  # where this Python finds its library
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     # -P: the folder of the script holds modules of ours named as others' are.
     command = [sys.executable, "-P", "-s", str(_BACKEND), str(output), target.machine]
     command += ["--cuda", lock.wheel(target).cuda]

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -111,13 +112,14 @@ def child(send: Connection, module: str, arguments: tuple, log: Path) -> None:
         send.send(("failed", f"{type(error).__name__}: {error}"))
 
 
-def available_memory() -> int:
-    """Bytes that can be taken, on this machine and in this container."""
+def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be taken, on this machine and in this container. What the
+    container has read from files, and may forget, counts as free."""
     free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
+    with suppress(OSError, ValueError):  # no container; no limit: "max"
+        limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
+        lines = (group / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in lines)
+        free = min(free, limit - used + int(stat.get("inactive_file", 0)))
+    return free

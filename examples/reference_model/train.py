@@ -13,6 +13,7 @@ from its last checkpoint.
 
 import argparse
 import json
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +51,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("build/reference_model"),
                         help="checkpoints and the tokenised corpus")  # fmt: skip
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps has to be at least 1")
+    return args
+
+
+def check_same(found: dict, wanted: dict, file: Path) -> None:
+    """Ends the program if a file that is there was made with other options."""
+    for name, value in wanted.items():
+        if found[name] != value:
+            option = "--" + name.replace("_", "-")
+            sys.exit(f"{file} was made with {option} {found[name]}, now it is {value}: "
+                     "remove it, or name another --work")  # fmt: skip
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -167,14 +180,17 @@ def train(
         layer.compile(dynamic=False)
     checkpoint = args.work / f"{args.recipe}.pt"
     first, seconds = 0, 0.0
+    names = ("seed", "lr", "tokens_per_step", "float32")
+    options = {name: getattr(args, name) for name in names}
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
+        check_same(saved["options"], options, checkpoint)
         model.load_state_dict(saved["model"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
         first, seconds = saved["step"], saved["seconds"]
 
-    warmup = min(100, args.steps // 10)
+    warmup = max(min(100, args.steps // 10), 1)
     progress = tqdm(range(first, args.steps), initial=first, total=args.steps,
                     desc=args.recipe, mininterval=10)  # fmt: skip
     for step in progress:
@@ -219,7 +235,8 @@ def train(
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == args.steps:
             state = {"model": model.state_dict(),
                      "optimizers": [o.state_dict() for o in optimizers],
-                     "step": step + 1, "seconds": seconds}  # fmt: skip
+                     "step": step + 1, "seconds": seconds,
+                     "options": options}  # fmt: skip
             torch.save(state, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").rename(checkpoint)
     return model, seconds
@@ -255,9 +272,13 @@ def main() -> None:
         others = list(read_packages(without=[*texts, *held_out.values()]).values())
         tokenizer = train_tokenizer(texts)
         tokenizer.save_pretrained(tokenizer_dir)
-        torch.save([tokenize(tokenizer, texts), tokenize(tokenizer, others)], tokens_file)
+        streams = {"tokens": texts, "others": others}
+        corpus = {name: tokenize(tokenizer, texts) for name, texts in streams.items()}
+        torch.save({"archive": args.archive.name} | corpus, tokens_file)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-    tokens, others = torch.load(tokens_file, weights_only=True)
+    corpus = torch.load(tokens_file, weights_only=True)
+    check_same(corpus, {"archive": args.archive.name}, tokens_file)
+    tokens, others = corpus["tokens"], corpus["others"]
 
     model, seconds = train(args, tokenizer, tokens, others)
     model = model.bfloat16()

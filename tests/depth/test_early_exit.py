@@ -18,6 +18,7 @@ from early_exits import (
     assert_others_go_on,
     assert_preempted,
     calibration,  # noqa: F401
+    fastest,
     generate,
     options,
     random_prompts,
@@ -108,17 +109,7 @@ def test_a_gate_drafts_as_is_fastest(engine, llama, best):
     assert [(way.num_drafts, way.exit_layer) for way in ways] == [
         (0, 0), (1, 1), (2, 1), (1, 4), (2, 4),
     ]  # fmt: skip
-    gate.sizes, gate.round = {}, None
-    chosen, time = [], 0
-
-    def now() -> int:
-        nonlocal time
-        if gate.round is not None:
-            chosen.append(gate.round.way)
-            time += 1 if gate.round.way == best else 9
-        return time
-
-    gate._now = now
+    chosen = fastest(gate, best)
     ids = random_ids(best, VOCABULARY, 20)
     with watched(llm) as drafted:
         (completion,) = generate(llm, [ids], params(400))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting with a model's first layers, compiled: what users run by default."""
 
+import shutil
 from itertools import count
 
 import pytest
@@ -72,6 +73,7 @@ def test_probes_at_several_exits(compiled, oracle, tmp_path, monkeypatch):
         assert {*assert_right(llm, oracle("deep_llama"), seed).exits} == {1, 2}
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")
 def test_inductor(compiled, oracle, runner):
     if runner == "v2":
         pytest.skip("both runners compile the same code")

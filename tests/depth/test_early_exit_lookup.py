@@ -5,10 +5,12 @@ import os
 
 import numpy as np
 import pytest
+from depth_routing import model_runner
 from early_exits import (
     STEPS,
     VOCABULARY,
     assert_greedy,
+    fastest,
     generate,
     options,
     pvalue,
@@ -58,6 +60,30 @@ def test_text_that_repeats_itself_needs_no_layers(engine, llama):
     assert drafted.counts == []
     # All drafts are accepted: a round gives more than three tokens on average.
     assert 0 < drafted.looked_up <= 24 / 3 + 1
+
+
+@pytest.mark.parametrize("best", [0, 1, 3])
+def test_a_gate_chooses_whether_layers_draft_as_well(engine, llama, best):
+    """No drafts, those that are looked up, or these and others, by a clock of the test's.
+    Tokens stay the model's."""
+    llm = start(engine, options(2, 2, draft_gate=True, **WINDOW), max_model_len=512)
+    early_exit = model_runner(llm).depth_router
+    ways = early_exit.ways(2)
+    assert [(way.num_drafts, way.exit_layer) for way in ways] == [
+        (0, 0), (2, 0), (1, 2), (2, 2),
+    ]  # fmt: skip
+    chosen = fastest(early_exit.gate, best)
+    pick = np.full(VOCABULARY, -np.inf)
+    pick[ALLOWED] = 0
+    sampling = dict(allowed_token_ids=ALLOWED)
+    for count in (300, 50):  # a trial, and what follows
+        ids = np.random.default_rng(count).choice(ALLOWED, 60).tolist()
+        with watched(llm) as drafted:
+            (completion,) = generate(llm, [ids], params(count, **sampling))
+        assert_greedy(llama, ids, completion, count, pick)
+        assert (drafted.looked_up > 0) == (count == 300 or best > 0)
+        assert (drafted.counts != []) == (count == 300 or best > 1)
+    assert chosen[: 4 * 28] == 28 * [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("window", [(2, 1), (3, 3)], ids=["short", "long"])

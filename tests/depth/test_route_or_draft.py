@@ -4,6 +4,7 @@
 What the gate chooses depends on time, so most tests choose in its place.
 """
 
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from depth_routing import (
     counters,
     TOLERANCE,
     expected_logits,
+    logits_options,
     model_runner,
     poison_cache,
     random_plan,
@@ -184,6 +186,28 @@ def test_compiled(engine, depth_oracle, tmp_path):
     requests = some_requests(6)
     with choosing(llm, by_turns(6)), depths(llm) as ran, watched(llm) as drafted:
         serve(llm, requests, random_plan(6, (2, NUM_LAYERS)))
+    assert_exact(depth_oracle("deep_llama"), requests, ran)
+    assert drafted.resumed
+    assert {depth for given in ran.values() for depth in given} == {2, NUM_LAYERS}
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")
+def test_after_an_engine_that_only_drafts(engine, depth_oracle, runner, tmp_path):
+    """Its graph of the layers from the exit on, which is kept, takes no exited rows."""
+    if runner == "v2":
+        pytest.skip("both runners compile the same code")
+    compiled = dict(enforce_eager=False, max_num_batched_tokens=66)
+    with compiling(tmp_path, "inductor"):
+        engine(
+            "deep_llama",
+            speculative_config=options(2, 2, draft_gate=True),
+            disable_log_stats=False,
+            **logits_options(**compiled),
+        )
+        llm = start(engine, utio_bucket_cutoffs=(2,), **compiled)
+    requests = some_requests(7)
+    with choosing(llm, by_turns(7)), depths(llm) as ran, watched(llm) as drafted:
+        serve(llm, requests, random_plan(7, (2, NUM_LAYERS)))
     assert_exact(depth_oracle("deep_llama"), requests, ran)
     assert drafted.resumed
     assert {depth for given in ran.values() for depth in given} == {2, NUM_LAYERS}

@@ -177,18 +177,24 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path):
 
 
 def test_restart_removes_nothing_but_a_comparison(given, tmp_path, capsys):
-    from compare.cli import check_restart
+    from compare.cli import check_output
 
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "letter.txt").write_text("dear")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "letter.txt").write_text("dear")
     with pytest.raises(SystemExit):
-        check_restart(new_parser(), tmp_path / "out")
-    store = Store(tmp_path / "out")
+        check_output(new_parser(), out)
+    assert "--output" in capsys.readouterr().err
+    (out / "letter.txt").unlink()
+    store = Store(out)
+    check_output(new_parser(), out)  # of a run that ended at once
     store.open_for(plan(given))
     write_json(store.reference.path(0), {})
-    check_restart(new_parser(), tmp_path / "out")
+    for name in ("letter.txt", "holiday.png", "kl_against_size.png"):
+        (out / name).write_text("dear")
+    check_output(new_parser(), out)
     store.clear()
-    assert (tmp_path / "out" / "letter.txt").exists()
+    assert {*out.glob("*.*")} == {out / "letter.txt", out / "holiday.png"}
     assert store.reference.count() == 0
     assert not (tmp_path / "out" / "comparison.json").exists()
 

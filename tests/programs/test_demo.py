@@ -64,6 +64,16 @@ def test_a_killed_part_says_memory(server):
         list(server.run("demo_part", "killed"))
 
 
+def test_what_was_read_from_files_is_no_used_memory(tmp_path):
+    machine = process.available_memory(tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
+    assert process.available_memory(tmp_path) == 200_000 < machine
+    (tmp_path / "memory.max").write_text("max\n")
+    assert process.available_memory(tmp_path) > 200_000
+
+
 def test_a_part_that_is_left_early_ends(server):
     part = server.run("demo_part", "fine", 1, 2)
     assert next(part) == 1

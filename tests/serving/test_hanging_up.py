@@ -20,7 +20,6 @@ from collections import Counter
 from pathlib import Path
 
 import aiohttp
-import libfaketime
 import psutil
 import pytest
 import requests
@@ -28,6 +27,8 @@ from early_exits import options as drafting
 from live_server import live_server
 from scoring_server import COMPLETIONS, MODEL, OPTIONS, REQUEST_SECONDS, assert_choice
 from tiny_models import CONFIGS
+
+libfaketime = pytest.importorskip("libfaketime")
 from waiting import until
 
 pytestmark = pytest.mark.any_runner

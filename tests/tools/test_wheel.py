@@ -145,6 +145,10 @@ def test_a_wheel_for_another_machine_differs_in_its_libraries_alone(there):
         fetch.fetch(HERE, other)
     except Unreachable as error:
         pytest.skip(str(error))
+    except ToolError as error:
+        if "the package index has no file" not in str(error):
+            raise
+        pytest.skip(str(error))
     built = wheel.build(there, other)
     assert built.name.endswith(f"-cp38-abi3-linux_{other.machine}.whl")
     (own,) = locks.read(HERE).built(HERE, here)

@@ -152,8 +152,7 @@ def run_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
     if args.output.exists() and not args.output.is_dir():
         parser.error(f"--output: {args.output} is no folder")
-    if args.restart:
-        check_restart(parser, args.output)
+    check_output(parser, args.output)
     try:
         check_texts(plan.texts)
         store = Store(args.output)
@@ -175,13 +174,15 @@ def run_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         sys.exit(f"error: {', '.join(row['model'] for row in failed)} failed")
 
 
-def check_restart(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """A parser error if the folder holds something else."""
-    if not folder.exists():
+def check_output(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """A parser error if the folder holds something else, which `--restart` would remove
+    if it has one of the names that are used here."""
+    if not folder.exists() or (folder / "comparison.json").exists():
         return
-    others = [path for path in folder.iterdir() if path.name != ".lock"]
-    if others and not (folder / "comparison.json").exists():
-        parser.error(f"--restart: {folder} holds no comparison")
+    for path in folder.iterdir():
+        is_empty = path.is_dir() and not any(path.iterdir())
+        if path.name != ".lock" and not is_empty:
+            parser.error(f"--output: {folder} is not empty, and holds no comparison")
 
 
 def run_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ def draw(
     if not good:
         return []
     names = []
-    for function in (kl_against_size, probability_change, by_confidence):
+    for function in PLOTS:
         figure = function(report, good)
         if figure is not None:
             names.append(function.__name__)
@@ -156,3 +156,7 @@ def set_log(axes: "Axes") -> None:
     for line, value in zip(axes.lines, values):
         line.set_ydata(np.where(value > 0, value, np.nan))
     axes.set_yscale("log")
+
+
+PLOTS = (kl_against_size, probability_change, by_confidence)
+"""Their files are named as they are."""

@@ -33,6 +33,7 @@ from compare.files import (
     write_json,
 )
 from compare.plan import Model, Plan, PlanError, fingerprint
+from compare.plots import PLOTS
 from compare.reference import Reference
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -229,10 +230,10 @@ class Store:
         is a comparison goes last, so that a kill leaves one to be cleared."""
         for name in ("models", "reference", "logs"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        patterns = ("text.json", "results.jsonl", "report.*", "*.png", "*.svg")
-        for pattern in (*patterns, "comparison.json"):
-            for path in self.folder.glob(pattern):
-                path.unlink()
+        names = ["text.json", "results.jsonl", "report.json", "report.md"]
+        names += [f"{plot.__name__}.{end}" for plot in PLOTS for end in ("png", "svg")]
+        for name in (*names, "comparison.json"):
+            (self.folder / name).unlink(missing_ok=True)
         self._make_folders()
 
     def open_for(self, plan: Plan) -> None:

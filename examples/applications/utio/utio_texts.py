@@ -45,6 +45,8 @@ def read_texts(args: argparse.Namespace, held_out: bool = False) -> list[Text]:
         if path.is_dir():
             texts += read_folder(path)
             continue
+        if path.exists() and not path.is_file():
+            sys.exit(f"--text {path}: neither file nor folder, and so read only once")
         try:
             texts += [path] * has_words(path)
         except (OSError, UnicodeDecodeError) as error:

@@ -96,13 +96,15 @@ def by_name(engines: list["LLM"], windows: list[Window], plan: Plan) -> list[flo
 
 def load(model: Model) -> Any:
     """The model in Transformers; a quantized one computes on its dequantized weights."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
     options = {"dtype": {"half": "float16", "float": "float32"}.get(model.dtype, model.dtype)}
     config = getattr(AutoConfig.from_pretrained(model.folder), "quantization_config", None)
     if config and config["quant_method"] == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(model.folder, **options).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model.folder, **options).eval()
+    return loaded.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def logprobs_of(model: Any, window: Window) -> "torch.Tensor":
@@ -111,7 +113,8 @@ def logprobs_of(model: Any, window: Window) -> "torch.Tensor":
 
     with torch.inference_mode():
         ids, scored = window
-        rows = model(torch.tensor([ids])).logits[0, -scored - 1 : -1]
+        ids = torch.tensor([ids], device=model.device)
+        rows = model(ids).logits[0, -scored - 1 : -1]
         return rows.float().log_softmax(-1)
 
 

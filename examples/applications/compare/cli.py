@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["worker"]:  # a process of the program's own
         from compare.worker import main as work
 
-        work(argparse.Namespace(pipe=int(argv[1])))
+        work(argparse.Namespace(pipe=int(argv[1]), parent=int(argv[2])))
         return
     parser = new_parser()
     args = parser.parse_args(argv)

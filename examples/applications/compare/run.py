@@ -83,7 +83,8 @@ def start_worker(
         "backwards": name == FLOOR,
     }
     reading, writing = os.pipe()
-    command = [sys.executable, str(Path(__file__).parent), "worker", str(writing)]
+    command = [sys.executable, str(Path(__file__).parent), "worker"]
+    command += [str(writing), str(os.getpid())]
     said = None
     with store.log(name).open("w") as log, os.fdopen(reading) as pipe:
         process = subprocess.Popen(

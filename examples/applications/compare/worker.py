@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 def main(arguments: argparse.Namespace) -> None:
-    end_with_parent()
+    end_with(arguments.parent)
     pipe = os.fdopen(arguments.pipe, "w")
 
     def tell(what: dict[str, Any]) -> None:
@@ -70,12 +70,12 @@ def main(arguments: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def end_with_parent() -> None:
+def end_with(parent: int) -> None:
     """Has the kernel kill this process when the one that started it dies, so that no
     engine is left behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    if os.getppid() != parent:
         sys.exit("the process that started this one has died")
 
 
@@ -130,6 +130,7 @@ def score_reference(job: Job) -> None:
     """Writes the reference, call by call; goes on where it was left."""
     plan, store = job.plan, job.store
     options = plan.reference.options
+    open_texts(argparse.Namespace(**plan.texts.model_dump()))  # or refuses, at once
     llm = start(
         job, plan.reference, options.get("max_num_batched_tokens", TOKENS_PER_STEP)
     )

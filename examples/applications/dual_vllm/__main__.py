@@ -392,4 +392,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended too
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # the terminal is gone
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     main()

@@ -98,7 +98,7 @@ class Settings(BaseSettings):
         600,
         gt=0,
         allow_inf_nan=False,
-        description="seconds to wait for a server that sends nothing",
+        description="seconds to wait for a whole answer",
     )
     patience: float = Field(
         600, ge=0, description="seconds to try again while a server fails"
@@ -568,7 +568,8 @@ def show(report: dict, folder: Path) -> None:
             f"{report['iterations']} iterations; {report['proposals']} changed a label, "
             f"{report['accepted']} of these accepted"
         ),
-        f"{usage['calls']} calls, {usage['prompts']} prompts; {report['retries']} retries",
+        f"{usage['calls']} calls, {usage['prompts']} prompts; "
+        f"{report['retries']} retries since the last start",
     ]
     if report["iterations_per_minute"]:
         lines.append(
@@ -586,7 +587,8 @@ def show(report: dict, folder: Path) -> None:
         console.print(cache_table(report["cache"]))
     if report.get("compare"):
         console.print(comparison(report["compare"]))
-    console.print(f"labels.jsonl, report.json and objective.png are in {folder}")
+    plotted = ", objective.png" * bool(report["iterations"])
+    console.print(f"labels.jsonl, report.json{plotted} are in {folder}")
 
 
 def new_table(title: str, *columns: str) -> Table:

@@ -110,10 +110,16 @@ def main(argv: list[str] | None = None) -> list[Point]:
             f"the model takes {config.max_position_embeddings}"
         )
     sweep = Sweep(args, config.num_hidden_layers)
+    failure = None
     try:
         sweep.run()
     except KeyboardInterrupt:
         print("interrupted; what there is:", file=sys.stderr)
+    except (Exception, SystemExit) as error:
+        if not sweep.result.points:
+            raise
+        failure = error
+        print("failed; what there is:", file=sys.stderr)
     result = sweep.result
     if not result.points:
         sys.exit("nothing was measured")
@@ -122,6 +128,8 @@ def main(argv: list[str] | None = None) -> list[Point]:
         write_csv(args.csv, result.points)
     if args.output:
         draw(args.output, result, args)
+    if failure is not None:
+        raise failure
     return result.points
 
 
@@ -217,6 +225,8 @@ class Sweep:
             max_num_seqs=args.sequences,
             max_model_len=self.windows.shape[1] + args.speed_tokens,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            # Each GPU holds several engines; vLLM wants this share free at each start.
+            gpu_memory_utilization=0.05,
             seed=0,
             **options,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from utio_options import AGREEMENT, ENTROPY, PROBE, RANDOM
-from vllm.model_executor.layers.depth.calibration import load_calibration
+from vllm.model_executor.layers.depth.calibration import ProbeWeights, load_calibration
 from vllm.v1.worker.depth.policy import (
     CalibratedProbe,
     CutoffPolicy,
@@ -72,6 +72,7 @@ class AtTheCutoff(CutoffPolicy):
             return self.probe.score(cutoff, states, req_indices, req_ids)
         if Chosen.way == AGREEMENT:
             greedy, _ = self.acceptance[cutoff]
+            greedy = ProbeWeights(*(tensor.to(states.device) for tensor in greedy))
             return -greedy.predict(states)
         if Chosen.way == ENTROPY:
             logprobs = self.head(cutoff, states).float().log_softmax(-1)

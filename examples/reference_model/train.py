@@ -60,10 +60,10 @@ def parse_args() -> argparse.Namespace:
 def check_same(found: dict, wanted: dict, file: Path) -> None:
     """Ends the program if a file that is there was made with other options."""
     for name, value in wanted.items():
-        if found[name] != value:
+        if found.get(name) != value:
             option = "--" + name.replace("_", "-")
-            sys.exit(f"{file} was made with {option} {found[name]}, now it is {value}: "
-                     "remove it, or name another --work")  # fmt: skip
+            sys.exit(f"{file} was made with {option} {found.get(name)}, now it is "
+                     f"{value}: remove it, or name another --work")  # fmt: skip
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -184,7 +184,7 @@ def train(
     options = {name: getattr(args, name) for name in names}
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
-        check_same(saved["options"], options, checkpoint)
+        check_same(saved.get("options", {}), options, checkpoint)
         model.load_state_dict(saved["model"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
@@ -265,7 +265,7 @@ def main() -> None:
     args = parse_args()
     args.out = args.out or args.work / args.recipe
     args.work.mkdir(parents=True, exist_ok=True)
-    tokenizer_dir, tokens_file = args.work / "tokenizer", args.work / "tokens.pt"
+    tokenizer_dir, tokens_file = args.work / "tokenizer", args.work / "corpus.pt"
     held_out = read(args.archive, held_out=True)
     if not tokens_file.exists():
         texts = list(read(args.archive, held_out=False).values())

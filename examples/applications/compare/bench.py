@@ -153,7 +153,7 @@ def bytes_of_files(
 ) -> dict[str, int]:
     """Sizes of the reference's file and of one of all its logits, written both."""
     reference = make_reference(llm, windows, plan.top_k, plan.tail_samples)
-    logits = np.concatenate([logprobs_of(model, window).numpy() for window in windows])
+    logits = np.concatenate([logprobs_of(model, window).cpu().numpy() for window in windows])
     with tempfile.TemporaryDirectory() as folder:
         named, whole = Path(folder, "named.safetensors"), Path(folder, "logits.npy")
         save_arrays(named, to_arrays(reference), reference.metadata)

@@ -179,16 +179,21 @@ def test_every_token_is_of_its_depth(engine, depth_oracle, family):
     assert {depth for given in ran.values() for depth in given} == {2, 4, NUM_LAYERS}
 
 
+def assert_right(llm, oracle, seed: int) -> None:
+    """Of an engine whose only early cutoff is where it drafts."""
+    requests = some_requests(seed)
+    with choosing(llm, by_turns(seed)), depths(llm) as ran, watched(llm) as drafted:
+        serve(llm, requests, random_plan(seed, (2, NUM_LAYERS)))
+    assert_exact(oracle, requests, ran)
+    assert drafted.resumed
+    assert {depth for given in ran.values() for depth in given} == {2, NUM_LAYERS}
+
+
 def test_compiled(engine, depth_oracle, tmp_path):
     """The same layers, from the exit on, are traced with exited rows and without."""
     with compiling(tmp_path, "eager"):
         llm = start(engine, utio_bucket_cutoffs=(2,), enforce_eager=False)
-    requests = some_requests(6)
-    with choosing(llm, by_turns(6)), depths(llm) as ran, watched(llm) as drafted:
-        serve(llm, requests, random_plan(6, (2, NUM_LAYERS)))
-    assert_exact(depth_oracle("deep_llama"), requests, ran)
-    assert drafted.resumed
-    assert {depth for given in ran.values() for depth in given} == {2, NUM_LAYERS}
+    assert_right(llm, depth_oracle("deep_llama"), 6)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")
@@ -205,12 +210,7 @@ def test_after_an_engine_that_only_drafts(engine, depth_oracle, runner, tmp_path
             **logits_options(**compiled),
         )
         llm = start(engine, utio_bucket_cutoffs=(2,), **compiled)
-    requests = some_requests(7)
-    with choosing(llm, by_turns(7)), depths(llm) as ran, watched(llm) as drafted:
-        serve(llm, requests, random_plan(7, (2, NUM_LAYERS)))
-    assert_exact(depth_oracle("deep_llama"), requests, ran)
-    assert drafted.resumed
-    assert {depth for given in ran.values() for depth in given} == {2, NUM_LAYERS}
+    assert_right(llm, depth_oracle("deep_llama"), 7)
 
 
 def test_with_probes_and_lookup(engine, depth_oracle, calibration):

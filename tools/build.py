@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         "first two need git and Python only. Steps that are done are skipped; an "
         "interrupted build goes on where it was. Nothing outside this folder is written "
         "but temporary files. Needs Linux on x86-64 or aarch64, Python "
-        f"{PYTHONS[0]} to {PYTHONS[-1]}, git and about 6 GiB of disk space.",
+        f"{PYTHONS[0]} to {PYTHONS[-1]}, git and about 8 GiB of disk space.",
     )
     parser.add_argument(
         "verb",

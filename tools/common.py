@@ -147,6 +147,7 @@ def clean_environment(checkout: Checkout) -> dict[str, str]:
     kept["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     kept["PIP_NO_INPUT"] = "1"
     kept["PYTHONNOUSERSITE"] = "1"
+    kept["PYTHONUTF8"] = "1"
     return kept
 
 
@@ -156,6 +157,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(data)
     partial.replace(path)
+
+
+def move(path: Path, folder: Path) -> Path:
+    """Move a file, whole or not at all, also to another file system."""
+    partial = shutil.move(path, folder / f".{path.name}.{os.getpid()}")
+    return partial.replace(folder / path.name)
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -172,6 +179,8 @@ def run_main(main: Callable[[], None]) -> None:
         sys.stdout.flush()  # what was said before, in a pipe as well
         sys.exit(f"error: {error}")
     except OSError as error:
+        if isinstance(error, PermissionError):
+            sys.exit(f"error: {error}: does it belong to another user?")
         if error.errno != errno.ENOSPC:
             raise
         sys.exit(f"error: the disk is full: {error}")

@@ -16,7 +16,7 @@ import tarfile
 from pathlib import Path
 
 from tools import lock as locks
-from tools.common import HERE, Checkout, ToolError, run_main
+from tools.common import HERE, Checkout, ToolError, move, run_main
 from tools.index import Index
 from tools.lock import TARGETS, Archive, Target
 
@@ -107,7 +107,7 @@ def _download(checkout: Checkout, archive: Archive, pattern: str) -> Path:
             )
         print(f"{name}: {path.stat().st_size} bytes", file=sys.stderr)
         checkout.downloads.mkdir(parents=True, exist_ok=True)
-        return path.replace(checkout.downloads / name)
+        return move(path, checkout.downloads)
 
 
 def discover(checkout: Checkout, release: str, target: Target | None = None) -> Archive:
@@ -140,7 +140,10 @@ def discover(checkout: Checkout, release: str, target: Target | None = None) -> 
 def member(checkout: Checkout, release: str, name: str) -> str:
     """The text of a file in a source archive that was fetched; empty if not there."""
     with tarfile.open(checkout.downloads / f"vllm-{release}.tar.gz") as archive:
-        found = archive.extractfile(f"vllm-{release}/{name}")
+        try:
+            found = archive.extractfile(f"vllm-{release}/{name}")
+        except KeyError:
+            return ""
         return found.read().decode() if found else ""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import git
 
 from tools import bases, fetch, lock as locks, stacks
-from tools.common import HERE, Checkout, ToolError, run_main
+from tools.common import HERE, Checkout, ToolError, move, run_main
 from tools.hermetic import hermetic_environment
 from tools.lock import TARGETS, Lock, Target
 
@@ -46,7 +46,7 @@ def build(checkout: Checkout, target: Target) -> Path:
         older = f"vllm-*.{target.device}-*_{target.machine}.whl"  # of any version
         for wheel in checkout.dist.glob(older):
             wheel.unlink()
-        return built.replace(checkout.dist / built.name)
+        return move(built, checkout.dist)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ each other holds one thing that was done, and is there as soon as it was. A line
 was cut short is dropped. A file that holds anything else is left as it is.
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -119,9 +120,21 @@ class Journal:
         return found
 
     def append(self, *lines: dict[str, Any]) -> None:
-        """Writes lines; when this returns they survive the end of the process."""
-        self._file.write(b"".join(map(_encode, lines)))
-        self._file.flush()
+        """Writes lines; when this returns they survive the end of the process.
+
+        Raises:
+            JournalError: the disk is full, or another fault of it.
+        """
+        try:
+            self._file.write(b"".join(map(_encode, lines)))
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.close()  # it would write again
+            raise JournalError(
+                f"{self.path} cannot be written: {error.strerror}. It has all lines "
+                "before this one, and the same command goes on."
+            ) from error
 
     def clear(self) -> None:
         """Throws away what the file holds."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command-line program ends."""
+"""How a command-line program begins and ends."""
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,13 @@ from contextlib import contextmanager
 from common.errors import ClientError
 
 INTERRUPTED = 130  # exit status of a program that Ctrl-C stopped
+
+
+def any_terminal() -> None:
+    """Prints `?` for a character that the terminal's encoding lacks, in place of a
+    traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager

@@ -138,7 +138,8 @@ def _proxy(url: str) -> str | None:
     parts = urlsplit(url)
     if parts.hostname in LOCAL or urllib.request.proxy_bypass(parts.netloc):
         return None
-    return urllib.request.getproxies().get(parts.scheme)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy
 
 
 def _read_error(content: bytes) -> tuple[str, str | None]:

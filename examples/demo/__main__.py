@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this fork does, against upstream's own way in the same wheel, in a minute or two.
+"""What this fork does, against upstream's own way in the same wheel, in about three minutes.
 
     .venv/bin/python examples/demo
 
@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import files
 import process
 from common import quiet
+from common.program import any_terminal
 from rich.console import Console
 from rows import Row, show
 
@@ -58,6 +59,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     quiet.hush(in_process=True)
+    any_terminal()
     try:
         check_machine()
         demo(Console())

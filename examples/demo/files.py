@@ -19,7 +19,6 @@ CALIBRATION = HERE / "calibration.safetensors"
 TIMES, VOCABULARY = 4, 131_072
 LONGEST = 1023
 """Tokens of a text; the model takes 1,024, and vLLM wants room for one."""
-DOWNLOADS = ROOT / "build" / "downloads"
 FOLDER = ROOT / "build" / "demo"
 sys.path.append(str(REFERENCE))
 
@@ -36,10 +35,12 @@ def find_archive() -> Path:
     Raises:
         FileNotFoundError: `build.sh` has not fetched it.
     """
-    found = sorted(DOWNLOADS.glob("vllm-[0-9]*.tar.gz"))
-    if not found:
+    from corpus import pinned_archive
+
+    archive = pinned_archive()
+    if not archive.exists():
         raise FileNotFoundError("no source archive in build/downloads: ./build.sh first")
-    return found[-1]
+    return archive
 
 
 def run(archive: Path) -> Iterator[Files]:

@@ -8,6 +8,7 @@ does not change when the series does.
 
 import hashlib
 import tarfile
+import tomllib
 from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
@@ -21,6 +22,15 @@ PACKAGES = (
     "openai", "pydantic", "fastapi", "aiohttp", "starlette",
 )  # fmt: skip
 """Installed distributions whose Python files are read too; vLLM depends on all."""
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pinned_archive() -> Path:
+    """The source archive that `upstream.lock` names and `build.sh` fetches."""
+    lock = tomllib.loads((ROOT / "upstream.lock").read_text())
+    return ROOT / "build" / "downloads" / lock["archive"]["sdist"]["file"]
 
 
 def is_held_out(path: str) -> bool:

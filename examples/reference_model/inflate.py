@@ -73,7 +73,8 @@ class Shape(NamedTuple):
             config["intermediate_size"],
             config["num_attention_heads"],
             config["num_key_value_heads"],
-            config["head_dim"],
+            config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"],
             config["vocab_size"],
         )
 
@@ -150,7 +151,7 @@ def inflate_model(
 def check(config: dict, vocabulary: int | None) -> None:
     if config["architectures"] != ["LlamaForCausalLM"]:
         raise ValueError(f"{config['architectures']} is not LlamaForCausalLM")
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings"):
         raise ValueError("the head is not tied to the embeddings")
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError("layers have biases")

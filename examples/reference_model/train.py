@@ -54,6 +54,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps has to be at least 1")
+    if args.tokens_per_step < CONTEXT:
+        parser.error(f"--tokens-per-step has to be at least {CONTEXT}, a window's")
     return args
 
 

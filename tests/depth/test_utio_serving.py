@@ -6,7 +6,7 @@ import re
 import pytest
 import requests
 from depth_routing import CUTOFFS
-from scoring_server import OPTIONS
+from scoring_server import GENERATE, OPTIONS
 from tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.any_runner  # what is asked for is read in front of them
@@ -50,6 +50,17 @@ def test_several_sequences_and_streams(server, path):
     assert server.ask(path, **fields)["usage"]["mean_decode_depth"] == 2
     fields |= dict(model=MODEL, stream=True, stream_options={"include_usage": True})
     streamed = server.post(path, fields)
+    assert streamed.status_code == 200
+    found = re.findall(r'"mean_decode_depth": ?([0-9.]+)', streamed.text)
+    assert [float(depth) for depth in found] == [2]
+
+
+def test_tokens_in_and_out(server):
+    sampling = SAMPLING | dict(max_depth=2, n=2, temperature=1.0)
+    fields = dict(token_ids=make_tokenizer()("def f").input_ids, sampling_params=sampling)
+    assert server.ask(GENERATE, **fields)["usage"]["mean_decode_depth"] == 2
+    fields |= dict(model=MODEL, stream=True, stream_options={"include_usage": True})
+    streamed = server.post(GENERATE, fields)
     assert streamed.status_code == 200
     found = re.findall(r'"mean_decode_depth": ?([0-9.]+)', streamed.text)
     assert [float(depth) for depth in found] == [2]

@@ -381,6 +381,11 @@ def test_two_clients_at_once(server, clients, outputs, work):
     assert found == [expected] * 6
 
 
+def test_times_of_a_phase_without_prompts():
+    assert bench.ratio([0.5], [0.0]) == ""
+    assert bench.ratio([3.0, 1.0], [0.5, 0.5]) == "4.0×"
+
+
 def test_bench(tmp_path, capsys, process_groups):
     """With speculative decoding beside what there is without."""
     options = settings(

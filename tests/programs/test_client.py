@@ -265,6 +265,15 @@ def test_this_machine_is_behind_no_proxy(server, monkeypatch):
         assert client.connect().name == "m"
 
 
+def test_a_proxy_without_a_scheme(server, monkeypatch):
+    """The server, as a proxy, is asked for another machine's models."""
+    monkeypatch.setenv("http_proxy", server.url.removeprefix("http://"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with Client("http://elsewhere.invalid", patience=0) as client:
+        assert client.connect().name == "m"
+
+
 def test_the_key(server):
     for key in (None, "sesame"):
         with Client(server.url, api_key=key) as client:

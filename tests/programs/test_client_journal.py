@@ -3,6 +3,7 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ EXAMPLES = str(ROOT / "examples")
 sys.path.insert(0, EXAMPLES)
 
 from common import Journal, JournalError
-from common.program import interruptible
+from common.program import any_terminal, interruptible
 
 HEADER = {"seed": 0, "inner": {"a": 1, "b": None}, "template": "x"}
 HELP_SECONDS = 2.0
@@ -215,3 +216,28 @@ def test_how_long_help_takes(command):
     )
     _, status, usage = os.wait4(pid, 0)
     assert status == 0 and usage.ru_utime + usage.ru_stime < HELP_SECONDS
+
+
+def test_a_full_disk_keeps_what_is_there(path, monkeypatch):
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(JournalError, match="cannot be written: .* goes on"):
+        with Journal(path) as journal:
+            journal.begin(HEADER)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
+            try:
+                journal.append({"n": "x" * 1000})
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes().startswith(before)
+    with Journal(path) as journal:
+        journal.begin(HEADER)
+    assert path.read_bytes() == before
+
+
+def test_a_terminal_that_lacks_a_character(capfdbinary, monkeypatch):
+    with open(os.dup(1), "w", encoding="latin-1") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        any_terminal()
+        print("≥ ±")
+    assert capfdbinary.readouterr().out == b"? \xb1\n"

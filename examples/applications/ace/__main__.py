@@ -17,7 +17,7 @@ if not __package__:  # run as a folder
     sys.path[0:1] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 from common import ClientError, Journal, JournalError, quiet
-from common.program import interruptible
+from common.program import any_terminal, interruptible
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 from rich import box
@@ -104,6 +104,7 @@ COMMANDS = {"run": (RunSettings, run), "bench": (BenchSettings, bench.run)}
 
 
 def main(argv: list[str] | None = None) -> None:
+    any_terminal()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in (["-h"], ["--help"]) or not argv or argv[0] not in COMMANDS:
         print(__doc__.strip())

@@ -138,12 +138,13 @@ def run(settings: "BenchSettings") -> dict:
         "same_prompts": same_prompts(ours, theirs),
         "differences": dump(differences),
     }
-    show(figures, ways, differences)
     if settings.speculative_config is not None:
         figures["speculative"] = speculative | {"differences": dump(parted)}
-        show_speculative(figures, parted)
     if settings.output:
         replace_file(settings.output, json.dumps(figures, indent=1) + "\n")
+    show(figures, ways, differences)
+    if settings.speculative_config is not None:
+        show_speculative(figures, parted)
     return figures
 
 
@@ -452,4 +453,6 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 def ratio(seconds: Sequence[float], base: Sequence[float], digits: int = 1) -> str:
+    if not statistics.median(base):  # of a phase without prompts
+        return ""
     return f"{statistics.median(seconds) / statistics.median(base):.{digits}f}×"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compare.engine import new_engine, with_cache
+from compare.engine import new_engine
 from compare.files import save_arrays, to_arrays
 from compare.plan import Model, Plan
 from compare.reference import TOKENS_PER_STEP, compare_with, make_reference
@@ -61,10 +61,14 @@ def start(model: Model, plan: Plan) -> "LLM":
     options = {"max_num_batched_tokens": TOKENS_PER_STEP} | model.options
     if model.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = model.tensor_parallel_size
+    # Each GPU holds several engines, and Transformers' models; vLLM wants this share
+    # free at each start.
+    options |= {"gpu_memory_utilization": 0.05}
+    options.setdefault("kv_cache_memory_bytes", 2**30)
     return new_engine(
         "OUTPUT", model=model.folder, dtype=model.dtype, quantization=model.quantization,
         max_model_len=plan.context_length + 1, max_logprobs=-1,
-        enable_prefix_caching=False, **with_cache(options),
+        enable_prefix_caching=False, **options,
     )  # fmt: skip
 
 

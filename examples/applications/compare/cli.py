@@ -2,6 +2,7 @@
 """The command line: imports what it takes to read it, and no more."""
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def main(argv: list[str] | None = None) -> None:
 
         work(argparse.Namespace(pipe=int(argv[1]), parent=int(argv[2])))
         return
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a locale that is not UTF-8
+        sys.stdout.reconfigure(errors="replace")
     parser = new_parser()
     args = parser.parse_args(argv)
     args.run(args.parser, args)

@@ -23,7 +23,6 @@ from compare.figures import summarize
 from compare.plan import FLOOR, NOISE, Model, Plan
 from compare.store import Scores, Store, model_fingerprint, size_on_disk
 
-OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float16", "float16": "bfloat16"}
 LOG_TAIL = 2000  # characters of a log that are shown of an engine that died
 
 
@@ -68,7 +67,7 @@ def run(plan: Plan, store: Store, lock: int) -> list[dict[str, str]]:
 
 def floor_model(plan: Plan, store: Store) -> Model:
     """The reference in another dtype, to be scored in other batches."""
-    dtype = plan.noise_dtype or OTHER_DTYPE[store.reference.described["dtype"]]
+    dtype = plan.noise_dtype or store.reference.described["other_dtype"]
     return plan.reference.model_copy(update={"name": FLOOR, "dtype": dtype})
 
 

@@ -130,7 +130,7 @@ def load_rows(args: argparse.Namespace) -> Any:
 
     try:
         rows = load_dataset(args.dataset, args.dataset_config, split=args.dataset_split)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # datasets has many of its own
         refuse(
             f"--dataset {args.dataset}, --dataset-config {args.dataset_config}, "
             f"--dataset-split {args.dataset_split}: {error}"
@@ -138,6 +138,9 @@ def load_rows(args: argparse.Namespace) -> Any:
     if args.text_column not in rows.column_names:
         known = ", ".join(rows.column_names)
         refuse(f"--text-column {args.text_column}: there are {known}")
+    kind = getattr(rows.features[args.text_column], "dtype", "list")
+    if kind not in ("string", "large_string"):
+        refuse(f"--text-column {args.text_column} has no texts: its type is {kind}")
     return rows.select(range(min(args.num_samples or len(rows), len(rows))))
 
 

@@ -24,7 +24,7 @@ if not __package__:  # run as a folder
 
 import pydantic
 from common import ClientError, Journal, JournalError
-from common.program import interruptible
+from common.program import any_terminal, interruptible
 from tqdm import tqdm
 
 from dual_vllm import drawn, report
@@ -60,6 +60,7 @@ SETTINGS = {  # of a CoordinatorConfig, as options
 
 
 def main() -> None:
+    any_terminal()
     args = parse_args()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:

@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 from common import ClientError, Journal, JournalError
-from common.program import interruptible, options_named
+from common.program import any_terminal, interruptible, options_named
 from prompts import Prompt, Prompts, Usage, in_one_order
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
@@ -632,6 +632,7 @@ def comparison(result: dict) -> Table:
 
 
 def main(argv: list[str] | None = None) -> None:
+    any_terminal()
     try:
         CliApp.run(Settings, cli_args=sys.argv[1:] if argv is None else argv)
     except ValidationError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 from common import ClientError
+from common.program import any_terminal
 from scorer import TOP_LOGPROBS, Scorer
 
 TOLERANCE = 1e-3
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--top-logprobs", type=int, default=TOP_LOGPROBS,
                         help="to ask for")  # fmt: skip
     args = parser.parse_args()
+    any_terminal()
     try:
         client = Scorer(
             args.base_url,

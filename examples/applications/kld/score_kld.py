@@ -39,7 +39,7 @@ EXAMPLES = Path(__file__).parents[2]
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 from common import quiet
-from common.program import interruptible
+from common.program import any_terminal, interruptible
 from compare.divergence import Comparison
 from compare.engine import (
     add_engine_arguments,
@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     # The scheduler in this process: batches, and so roundings, are the same each time.
     quiet.hush(in_process=True)
+    any_terminal()
     try:
         with interruptible():
             args.run(args)

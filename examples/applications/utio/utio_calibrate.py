@@ -68,12 +68,13 @@ sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 import utio_options
 from common import quiet
-from common.program import interruptible
+from common.program import any_terminal, interruptible
 from utio_options import FAMILIES
 
 if __name__ == "__main__":  # says --help and mistakes before torch is imported
     utio_options.parse_calibrate()
     quiet.hush()
+    any_terminal()
 
 import numpy as np
 import torch

@@ -53,7 +53,7 @@ sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "applications")]
 
 import utio_options
 from common import quiet
-from common.program import interruptible
+from common.program import any_terminal, interruptible
 from utio_options import (
     AGREEMENT,
     EARLY,
@@ -68,6 +68,7 @@ from utio_options import (
 if __name__ == "__main__":  # says --help and mistakes before vLLM is imported
     utio_options.parse_tradeoff()
     quiet.hush()
+    any_terminal()
 
 import numpy as np
 import utio_calibrate as calibrate

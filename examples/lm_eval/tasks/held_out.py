@@ -32,17 +32,16 @@ def files(archive: str | None = None, **_) -> list[str]:
     Raises:
         FileNotFoundError: there is none.
     """
-    folder = ROOT / "build" / "downloads"
-    found = [Path(archive)] if archive else sorted(folder.glob("vllm-[0-9]*.tar.gz"))
-    if not found:
+    sys.path.insert(0, str(ROOT / "examples" / "reference_model"))
+    from corpus import pinned_archive, read
+
+    path = Path(archive or pinned_archive())
+    if not path.exists():
         raise FileNotFoundError(
-            f"no source archive in {folder}: run ./build.sh, or name one with "
+            f"no source archive {path}: run ./build.sh, or name one with "
             """--metadata '{"archive": "PATH"}'"""
         )
-    sys.path.insert(0, str(ROOT / "examples" / "reference_model"))
-    from corpus import read
-
-    texts = read(found[-1], held_out=True)
+    texts = read(path, held_out=True)
     return [text for path, text in texts.items() if path.endswith(".py")]
 
 

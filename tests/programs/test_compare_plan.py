@@ -316,9 +316,11 @@ def test_a_file_that_a_kill_cut_off_does_not_count(tmp_path):
     ],
 )
 def test_the_dtype_of_the_noise_floor(dtype, model_type, other):
-    from compare.reference import other_dtype
+    from compare.run import NO_FLOAT16, other_dtype
+    from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
 
-    assert other_dtype(dtype, model_type) == other
+    assert other_dtype({"dtype": dtype, "model_type": model_type}) == other
+    assert NO_FLOAT16 == {*_FLOAT16_NOT_SUPPORTED_MODELS}
 
 
 def test_another_vllm_does_not_go_on():

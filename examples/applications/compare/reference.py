@@ -59,26 +59,16 @@ def describe(llm: "LLM") -> dict[str, str]:
     config = llm.model_config
     vocabulary = sorted(llm.get_tokenizer().get_vocab().items())
     scheduler = llm.llm_engine.vllm_config.scheduler_config
-    dtype = str(config.dtype).removeprefix("torch.")
     return {
         "model": str(config.model),
-        "dtype": dtype,
-        "other_dtype": other_dtype(dtype, config.hf_text_config.model_type),
+        "model_type": str(config.hf_text_config.model_type),
+        "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": str(config.quantization),
         "vocabulary": str(config.get_vocab_size()),
         "tokenizer_sha256": sha256(json.dumps(vocabulary).encode()),
         "max_num_batched_tokens": str(scheduler.max_num_batched_tokens),
         "vllm": vllm.__version__,
     }
-
-
-def other_dtype(dtype: str, model_type: str) -> str:
-    """In which the same model is computed for the noise floor."""
-    from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
-
-    if dtype != "bfloat16":
-        return "bfloat16"
-    return "float32" if model_type in _FLOAT16_NOT_SUPPORTED_MODELS else "float16"
 
 
 def sha256(*parts: bytes) -> str:

@@ -23,6 +23,8 @@ from compare.figures import summarize
 from compare.plan import FLOOR, NOISE, Model, Plan
 from compare.store import Scores, Store, model_fingerprint, size_on_disk
 
+NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
+"""Model types that vLLM refuses to compute in float16."""
 LOG_TAIL = 2000  # characters of a log that are shown of an engine that died
 
 
@@ -67,8 +69,14 @@ def run(plan: Plan, store: Store, lock: int) -> list[dict[str, str]]:
 
 def floor_model(plan: Plan, store: Store) -> Model:
     """The reference in another dtype, to be scored in other batches."""
-    dtype = plan.noise_dtype or store.reference.described["other_dtype"]
+    dtype = plan.noise_dtype or other_dtype(store.reference.described)
     return plan.reference.model_copy(update={"name": FLOOR, "dtype": dtype})
+
+
+def other_dtype(described: dict[str, str]) -> str:
+    if described["dtype"] != "bfloat16":
+        return "bfloat16"
+    return "float32" if described.get("model_type") in NO_FLOAT16 else "float16"
 
 
 def start_worker(

@@ -312,6 +312,7 @@ def routing_server(runner, model_folder, tmp_path_factory):
         arguments.append("--enforce-eager")
     arguments += ["--enable-utio", "--utio-bucket-cutoffs=2,4", "--no-utio-gate"]
     arguments += ["--utio-min-batch-size=4", "--utio-audit-fraction=0.05"]
+    arguments.append("--enable-scale-out")
     log = folder / "log"
     with live_server(model_folder("deep_llama"), arguments, runner, log) as started:
         yield Server(*started)

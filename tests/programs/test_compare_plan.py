@@ -320,7 +320,7 @@ def test_the_dtype_of_the_noise_floor(dtype, model_type, other):
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
 
     assert other_dtype({"dtype": dtype, "model_type": model_type}) == other
-    assert NO_FLOAT16 == {*_FLOAT16_NOT_SUPPORTED_MODELS}
+    assert {*_FLOAT16_NOT_SUPPORTED_MODELS} == NO_FLOAT16
 
 
 def test_another_vllm_does_not_go_on():

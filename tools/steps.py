@@ -86,7 +86,7 @@ def _failure(step: Step, lines: list[str], log: Path) -> ToolError:
     errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     if "No space left on device" in text:
         said = (
-            "the disk is full; a build needs about 6 GiB, and 12 where the package "
+            "the disk is full; a build needs about 8 GiB, and 12 where the package "
             "index has torch for CUDA only (see README.md)"
         )
     elif errors:

@@ -131,7 +131,9 @@ def test_too_little_memory_is_said():
 
 
 def test_a_missing_archive_is_said():
-    done = run_demo("import files, pathlib", "files.DOWNLOADS = pathlib.Path('none')")
+    done = run_demo(
+        "import files, corpus, pathlib", "corpus.pinned_archive = lambda: pathlib.Path('none')"
+    )
     assert done.returncode == 1
     assert "./build.sh first" in done.stderr
 

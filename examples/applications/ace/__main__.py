@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except (ClientError, JournalError, PlaybookError, SampleError) as error:
+    except (ClientError, JournalError, PlaybookError, SampleError, OSError) as error:
         console.print(f"[red]{type(error).__name__}[/]:", end=" ")
         console.print(str(error), markup=False)
         if argv[0] == "run" and isinstance(error, ClientError):

@@ -140,11 +140,13 @@ def run(settings: "BenchSettings") -> dict:
     }
     if settings.speculative_config is not None:
         figures["speculative"] = speculative | {"differences": dump(parted)}
-    if settings.output:
-        replace_file(settings.output, json.dumps(figures, indent=1) + "\n")
-    show(figures, ways, differences)
-    if settings.speculative_config is not None:
-        show_speculative(figures, parted)
+    try:
+        if settings.output:
+            replace_file(settings.output, json.dumps(figures, indent=1) + "\n")
+    finally:
+        show(figures, ways, differences)
+        if settings.speculative_config is not None:
+            show_speculative(figures, parted)
     return figures
 
 

@@ -97,7 +97,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     scores.add_argument("--no-noise-floor", action="store_true",
                         help="do not score the reference against itself")  # fmt: skip
     scores.add_argument("--noise-dtype", help="of the reference for the noise floor "
-                        "(bfloat16 for float32, else the other half precision)")  # fmt: skip
+                        "(bfloat16 for float32, else the other half precision, or float32 "
+                        "for models that vLLM refuses in float16)")  # fmt: skip
 
 
 def read_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Any:

@@ -138,7 +138,7 @@ class Settings(BaseSettings):
         try:
             with interruptible(goes_on):
                 run(self)
-        except (ClientError, JournalError, TestbedError) as error:
+        except (ClientError, JournalError, TestbedError, OSError) as error:
             name = f"[red]{type(error).__name__}[/]:"
             console.print(name, escape(str(error)), highlight=False)
             journal = self.output / JOURNAL

@@ -204,7 +204,8 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     jobs += [options | dict(model=llama, utio_policy=policy) for policy in POLICIES]
     calibration = calibration_of_another_model(tmp_path)
     fitted = dict(utio_calibration=calibration, utio_bucket_cutoffs=CUTOFFS[:-1])
-    jobs.append(options | dict(model=llama) | fitted)
+    for load_format in ("auto", "dummy"):
+        jobs.append(options | dict(model=llama, load_format=load_format) | fitted)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = runners.environment("v1", [Path(__file__).parents[1]])
@@ -214,10 +215,11 @@ def test_what_only_a_worker_knows_is_refused(model_folder, tmp_path):
     messages = json.loads((tmp_path / "messages.json").read_text())
     for architecture, message in zip(STARTED_MODELS, messages):
         assert "--enable-utio" in message, (architecture, message)
-    *refused, other_model = messages[len(STARTED_MODELS) :]
+    *refused, other_model, still_to_come = messages[len(STARTED_MODELS) :]
     for policy, message in zip(POLICIES, refused, strict=True):
         assert message.startswith(f"ValueError: utio_policy '{policy}'"), message
     assert "utio_calibration" in other_model and "another model" in other_model
+    assert still_to_come == "started", "its weights are not those that were fitted"
 
 
 def calibration_of_another_model(folder) -> str:

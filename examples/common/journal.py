@@ -133,7 +133,7 @@ class Journal:
                 self._file.close()  # it would write again
             raise JournalError(
                 f"{self.path} cannot be written: {error.strerror}. It has all lines "
-                "before this one: the same command goes on, without --restart."
+                "before this one; a run that does not restart goes on from them."
             ) from error
 
     def clear(self) -> None:

@@ -44,23 +44,17 @@ def test_the_ceiling_is_taken_and_reported(server, path):
     assert len({texts[d] for d in CUTOFFS}) == 3
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
 def test_several_sequences_and_streams(server, path):
-    fields = body(path, max_depth=2, n=2, temperature=1.0)
+    fields = dict(max_depth=2, n=2, temperature=1.0)
+    if path == GENERATE:
+        ids = make_tokenizer()("def f").input_ids
+        fields = dict(token_ids=ids, sampling_params=SAMPLING | fields)
+    else:
+        fields = body(path, **fields)
     assert server.ask(path, **fields)["usage"]["mean_decode_depth"] == 2
     fields |= dict(model=MODEL, stream=True, stream_options={"include_usage": True})
     streamed = server.post(path, fields)
-    assert streamed.status_code == 200
-    found = re.findall(r'"mean_decode_depth": ?([0-9.]+)', streamed.text)
-    assert [float(depth) for depth in found] == [2]
-
-
-def test_tokens_in_and_out(server):
-    sampling = SAMPLING | dict(max_depth=2, n=2, temperature=1.0)
-    fields = dict(token_ids=make_tokenizer()("def f").input_ids, sampling_params=sampling)
-    assert server.ask(GENERATE, **fields)["usage"]["mean_decode_depth"] == 2
-    fields |= dict(model=MODEL, stream=True, stream_options={"include_usage": True})
-    streamed = server.post(GENERATE, fields)
     assert streamed.status_code == 200
     found = re.findall(r'"mean_decode_depth": ?([0-9.]+)', streamed.text)
     assert [float(depth) for depth in found] == [2]

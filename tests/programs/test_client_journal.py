@@ -221,7 +221,7 @@ def test_how_long_help_takes(command):
 def test_a_full_disk_keeps_what_is_there(path):
     before = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(JournalError, match="cannot be written: .* goes on, without --restart"):
+    with pytest.raises(JournalError, match="cannot be written: .* not restart goes on"):
         with Journal(path) as journal:
             journal.begin(HEADER)
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))

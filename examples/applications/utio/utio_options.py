@@ -6,10 +6,14 @@ Transformers and vLLM are imported.
 """
 
 import argparse
-import tomllib
+import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2]
+sys.path.append(str(EXAMPLES / "reference_model"))
+
+from corpus import pinned_archive
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "opt")
 RANDOM, TIS, ENTROPY = "random", "tis", "entropy"
 PROBE, AGREEMENT = "probe", "agreement"
@@ -103,16 +107,10 @@ def add_text_options(parser: argparse.ArgumentParser, part: str):
     )  # fmt: skip
     text.add_argument(
         "--archive", type=Path,
-        default=EXAMPLES.parent / f"build/downloads/vllm-{release()}.tar.gz",
+        default=pinned_archive(),
         help="vLLM's source archive, read if there is no --text",
     )  # fmt: skip
     return text
-
-
-def release() -> str:
-    """Of vLLM, that the fork is built from."""
-    lock = tomllib.loads((EXAMPLES.parent / "upstream.lock").read_text())
-    return lock["upstream"]["release"]
 
 
 def parse_tradeoff(argv: list[str] | None = None) -> argparse.Namespace:

@@ -18,7 +18,9 @@ from compare.cli import new_parser, read_plan
 from compare.figures import Positions
 from compare.files import save_arrays, write_json
 from compare.plan import PlanError, make_plan
+from compare.reference import Reference
 from compare.store import Scores, Store
+from compare.windows import Window
 
 MODEL = str(PROGRAM.parents[1] / "reference_model" / "model")
 TEXT = str(Path(__file__))
@@ -152,6 +154,23 @@ def test_a_changed_model_of_a_name_is_scored_again(tmp_path):
     (folder / "model.safetensors").write_bytes(b"ab")
     assert not store.has_all_of(model)  # and is not reported as if it were that one
     assert store.open_model(model).count() == 0
+
+
+def test_sizes_do_not_depend_on_times(tmp_path):
+    scores = Store(tmp_path).reference
+    part = Reference(
+        [Window([1, 2, 3], 2)],
+        *(np.zeros((2, 4), dtype) for dtype in (np.int32, np.float32)),
+        np.zeros(2),
+        *(np.zeros((2, 4), dtype) for dtype in (np.int32, np.float32)),
+        np.zeros(2, np.float32),
+        {"vocabulary": "100"},
+    )
+    times = [1e-5 / 3, 0.1, 1 / 3, 10, 123.456789]
+    for number, seconds in enumerate(times):
+        scores.save_reference(number, part, seconds)
+    assert len({file.stat().st_size for file in scores.files()}) == 1
+    assert scores.seconds() == pytest.approx(sum(times), rel=1e-6)
 
 
 def test_a_line_of_results_for_each_name(tmp_path):

@@ -87,6 +87,11 @@ def text_files(plan: Plan) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
+def written(seconds: float) -> str:
+    """So that a file's size, which is reported, does not depend on its time."""
+    return f"{seconds:.6e}"
+
+
 class Scores:
     """The files of one model, numbered as the calls that they come from."""
 
@@ -121,7 +126,7 @@ class Scores:
         write_json(self.folder / "described.json", described)
 
     def save_reference(self, number: int, part: Reference, seconds: float) -> None:
-        metadata = part.metadata | {"seconds": repr(seconds)}
+        metadata = part.metadata | {"seconds": written(seconds)}
         save_arrays(self.path(number), to_arrays(part), metadata)
 
     def load_reference(self, number: int) -> Reference:
@@ -143,7 +148,7 @@ class Scores:
             q_tail=result.tail_mass,
         )
         metadata = {
-            "seconds": repr(seconds),
+            "seconds": written(seconds),
             "kl_of_fewer": json.dumps(result.kl_of_fewer),
         }
         save_arrays(self.path(number), positions._asdict(), metadata)

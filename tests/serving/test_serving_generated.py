@@ -328,7 +328,9 @@ def test_refusals(server, fields, parameter, problem):
 
 
 @pytest.mark.any_runner
-@pytest.mark.parametrize("value", [{"topk": 2}, {"top_k": True}, {"top_k": "2"}, 5, "x"])
+@pytest.mark.parametrize(
+    "value", [{"topk": 2}, {"top_k": True}, {"top_k": "2"}, {"token_ids": [10**40]}, 5, "x"]
+)
 def test_refusals_of_generate(server, value):
     sampling = {"max_tokens": 2, "target_generated": value}
     body = {"token_ids": SHORT, "sampling_params": sampling}

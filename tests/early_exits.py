@@ -84,11 +84,11 @@ def watched(llm) -> Iterator[Watched]:
         plan(step, batch)
         found.resumed += step.forward is not None
 
-    def watching(*args):
-        drafts = draft(*args)
-        found.counts += drafts.counts.tolist()
-        found.exits += [early_exit.first_layers.exit_layer] * len(drafts.counts)
-        found.tokens += drafts.tokens.tolist()
+    def watching(batch, *args):
+        drafts = draft(batch, *args)
+        found.counts += drafts.counts[batch.reqs].tolist()
+        found.exits += [early_exit.first_layers.exit_layer] * len(batch.reqs)
+        found.tokens += drafts.tokens[batch.reqs].tolist()
         return drafts
 
     def watching_lookup(*args):
@@ -228,6 +228,18 @@ def generate(llm, prompts, sampling):
     """Completions, one a prompt, of one or several `SamplingParams`."""
     outputs = llm.generate([prompt(ids) for ids in prompts], sampling, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
+
+
+def assert_drafts(llm, oracle, seed: int) -> Watched:
+    """Asserts greedy tokens of prompts in chunks beside requests that decode, in batches of
+    all sizes up to 10."""
+    prompts = random_prompts(10, VOCABULARY, 120, seed)
+    with watched(llm) as drafted:
+        completions = generate(llm, prompts, params(12))
+    assert drafted.resumed > 0
+    for ids, completion in zip(prompts, completions):
+        assert_greedy(oracle, ids, completion, 12)
+    return drafted
 
 
 def save_calibration(path, hidden: int, cutoffs: list[int], num_layers: int):

@@ -21,6 +21,7 @@ from pathlib import Path
 import forks
 import pytest
 import runners
+from dealing import deal
 
 QUICK = ("test_scoring.py", "test_scoring_engine.py", "test_scoring_top_k.py", "test_utio.py")
 """Files of which --quick runs what asks for their own `llm`, one family's engine."""
@@ -117,21 +118,7 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if needs_runner(item)]
         config.hook.pytest_deselected(items=shared)
     if config.option.part is not None:
-        # Files that share a server stay together.
-        groups = [
-            sorted({item.path for item in items if server in item.fixturenames})
-            for server in ("scoring_server", "routing_server")
-        ]
-        later = {path for group in groups for path in group[1:]}
-        # Engines that schedule ahead are the last part's, which has memory for them.
-        ahead = {item.path for item in items if "ahead" in item.fixturenames}
-        files = sorted({item.path for item in items} - later - ahead)
-        mine = {*files[config.option.part :: config.option.parts]}
-        if config.option.part == config.option.parts - 1:
-            mine |= ahead
-        for group in groups:
-            if mine & {*group}:
-                mine |= {*group}
+        mine = deal(items, config.option.runner, config.option.parts)[config.option.part]
         others = [item for item in items if item.path not in mine]
         items[:] = [item for item in items if item.path in mine]
         config.hook.pytest_deselected(items=others)

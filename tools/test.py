@@ -14,12 +14,14 @@ from tools.processes import Log, nothing_left_behind
 PARTS = ("series", "lint", "tools", "upstream", "v1", "v2")
 QUICK = ("series", "v1", "v2")
 """Parts of a quick test, the engines' in short."""
-_BESIDE = ("series", "lint")
-"""Parts in which nothing waits for an event: they take the time that the others leave."""
+_BESIDE = {"series": 19, "tools": 5, "upstream": 5, "lint": 19}
+"""Parts that run beside the engines', one after the other, and how nice each is: they take
+time that the others leave, and those in which a test waits for an event a little more."""
 _ENGINE_PARTS = {"v1": 3, "v2": 2}
 """Sessions a runner, one after the other: each keeps the engines that it starts."""
-_ROOM_FOR_TWO = 16 * 2**30
-"""Bytes of memory for two sessions of the engine tests at once, seen to take 14 GiB."""
+_ROOM_FOR_TWO = 18 * 2**30
+"""Bytes of memory for two sessions of the engine tests at once, seen to take 14 GiB, and
+for what runs beside them."""
 
 _SUMMARY = re.compile(
     r"=* ?((?:\d+ (?:subtests )?(?:passed|failed|errors?|skipped|deselected|xfailed|"
@@ -46,9 +48,9 @@ def commands(checkout: Checkout, quick: bool = False) -> dict[str, list[list[str
         "series": [[python, "-m", "tools.series", "check"]],
         "v1": engine("v1"),
         "v2": engine("v2"),
+        "tools": [[*pytest, "--confcutdir=tests/tools", "tests/tools"]],
         "upstream": [[python, "-m", "tools.upstream_tests"]],
         "lint": [[python, "-m", "tools.build", "lint"]],
-        "tools": [[*pytest, "--confcutdir=tests/tools", "tests/tools"]],
     }
 
 
@@ -92,8 +94,8 @@ def test(
 ) -> None:
     """Run parts of the tests and print one summary of all.
 
-    Two sessions run at once where there is room, and beside them the parts that only read;
-    then what a session prints is shown when it has ended.
+    Two sessions of the engine tests run at once where there is room, and beside them the
+    other parts; then what a session prints is shown when it has ended.
 
     Args:
         quick: the engine tests in short.
@@ -117,7 +119,8 @@ def test(
                 for part, command in sessions:
                     if (part.name in _BESIDE) == beside:
                         print(f"--- {part.name}: begins", flush=True)
-                        yield part, ["nice", "-n19", *command] if beside else command
+                        nice = ["nice", f"-n{_BESIDE[part.name]}"] if beside else []
+                        yield part, [*nice, *command]
 
             lanes = (2, begin(False)), (1, begin(True))
             for part, status, lines in log.run_at_once(lanes, checkout.root, environment):

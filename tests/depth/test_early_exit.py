@@ -31,7 +31,9 @@ from vllm.v1.worker.depth.draft_gate import DROPPED_ROUNDS, ROUNDS_PER_LOOK, TRI
 
 
 @pytest.fixture(params=["fixed", "probes"])
-def kind(request) -> str:
+def kind(request, runner) -> str:
+    if runner == "v2" and request.param == "fixed":
+        pytest.skip("a fixed number is among those that probes let pass")
     return request.param
 
 
@@ -58,7 +60,7 @@ def num_prompts(default: int) -> int:
 def test_greedy_tokens_are_the_models(engine, oracle, family, runner):
     """Prompts in chunks beside requests that decode, more of them than run at once."""
     llm = start(engine, options(), family)
-    count = num_prompts(60 if runner == "v1" else 12)
+    count = num_prompts(24 if runner == "v1" else 12)
     prompts = random_prompts(count, VOCABULARY, 120)
     with watched(llm) as drafted:
         completions = generate(llm, prompts, params(12))
@@ -100,9 +102,11 @@ def test_schedule_by_batch_size(engine, llama):
 
 
 @pytest.mark.parametrize("best", [0, 2, 3])
-def test_a_gate_drafts_as_is_fastest(engine, llama, best):
+def test_a_gate_drafts_as_is_fastest(engine, llama, runner, best):
     """None, or one or two after one or after four layers, by a clock of the test's, after
     a trial of each. Tokens stay the model's."""
+    if runner == "v2" and best != 2:
+        pytest.skip("both runners ask the same gate")
     llm = start(engine, options([1, 4], num_drafts=2, draft_gate=True), max_model_len=512)
     early_exit = model_runner(llm).depth_router
     gate, ways = early_exit.gate, early_exit.ways(2)

@@ -66,6 +66,8 @@ def test_text_that_repeats_itself_needs_no_layers(engine, llama):
 def test_a_gate_chooses_whether_layers_draft_as_well(engine, runner, llama, best):
     """No drafts, those that are looked up, or these and others, by a clock of the test's.
     Tokens stay the model's."""
+    if runner == "v2" and best != 3:
+        pytest.skip("both runners ask the same gate")
     llm = start(engine, options(2, 2, draft_gate=True, **WINDOW), max_model_len=512)
     early_exit = model_runner(llm).depth_router
     ways = early_exit.ways(2)
@@ -92,6 +94,8 @@ def test_a_gate_chooses_whether_layers_draft_as_well(engine, runner, llama, best
 def test_frequencies(engine, runner, llama, window):
     """Chi-square of drawn tokens, after what is often drawn before them. A long window
     is seldom found: the same batches have drafts of both kinds."""
+    if runner == "v2" and window == (2, 1):
+        pytest.skip("Triton's interpreter takes its time")
     most, least = window
     lookup = dict(prompt_lookup_max=most, prompt_lookup_min=least)
     llm = start(engine, options(5, 2, **lookup), **STEPS[runner])

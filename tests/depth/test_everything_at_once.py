@@ -15,7 +15,10 @@ from early_exits import VOCABULARY, assert_greedy, options, start
 from oracle import log_softmax
 from scoring import assert_generated, assert_scores, params, prompt, random_ids, run
 
-BATCHES = int(os.environ.get("EVERYTHING_BATCHES", 3))
+BATCHES = {
+    runner: int(os.environ.get("EVERYTHING_BATCHES", default))
+    for runner, default in (("v1", 3), ("v2", 2))
+}
 SEED = int(os.environ.get("EVERYTHING_SEED", 0))
 REQUESTS = 14  # of a batch; six run at once
 ATOL = 3e-4  # of a float32 log-probability
@@ -137,7 +140,7 @@ def check(case: Case, output, oracle) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_random_requests(engine, oracle, name):
+def test_random_requests(engine, oracle, runner, name):
     family, drafts, others = ENGINES[name]
     llm = start(
         engine,
@@ -149,7 +152,7 @@ def test_random_requests(engine, oracle, name):
         **others,
     )
     rng = np.random.default_rng([SEED, list(ENGINES).index(name)])
-    for _ in range(BATCHES):
+    for _ in range(BATCHES[runner]):
         earlier: list[list[int]] = []
         cases = [random_case(rng, earlier, "enable_utio" in others) for _ in range(REQUESTS)]
         requests = [prompt(case.ids, case.targets) for case in cases]

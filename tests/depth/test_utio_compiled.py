@@ -209,8 +209,10 @@ def test_a_plan_that_the_model_ignores_is_an_error(engine, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor wants g++")
-def test_as_users_compile_it(compiled, depth_oracle):
+def test_as_users_compile_it(compiled, depth_oracle, runner):
     """And again from what the first engine has stored, a trace for each segment."""
+    if runner == "v2":
+        pytest.skip("both runners compile the same code of a model")
     from vllm.compilation.counter import compilation_counter as counter
 
     oracle = depth_oracle("deep_llama")

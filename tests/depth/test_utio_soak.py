@@ -26,7 +26,7 @@ from depth_routing import CUTOFFS, NUM_LAYERS
 from scoring_server import OPTIONS
 from tiny_models import CONFIGS
 
-SECONDS = float(os.environ.get("UTIO_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("UTIO_SOAK_SECONDS", "12"))
 AT_ONCE = 24  # twice as many as the server runs
 VOCABULARY = CONFIGS["deep_llama"].vocab_size
 LEAK = 48 * 2**20

@@ -59,8 +59,10 @@ def test_scores(llm, oracle):
     assert sorted(depths) == [2, 2, 2, 4, 4, 6, 6, 6]
 
 
-def test_both_processes_conclude_the_same_of_a_trial(tensor_parallel_engine):
+def test_both_processes_conclude_the_same_of_a_trial(runner, tensor_parallel_engine):
     """Their times differ; processes that plan differently wait for each other."""
+    if runner == "v2":
+        pytest.skip("both runners ask the same gate")
     llm = tensor_parallel_engine("deep_llama", **OPTIONS, **logits_options())
     requests = [Request(random_ids(40 + n, VOCABULARY, 7), 60) for n in range(8)]
     serve(llm, requests)

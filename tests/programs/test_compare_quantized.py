@@ -243,18 +243,22 @@ def test_what_can_not_be_quantized_is_refused(source, wrong, said, tmp_path, cap
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
+def rows() -> list[str]:
+    """Lines, with empty rows among them as in WikiText."""
+    lines = (EXAMPLES.parent / "README.md").read_text().splitlines(keepends=True)
+    return [row for line in lines for row in ("", line, "")] * 3
+
+
 @pytest.fixture(scope="module")
 def wikitext(tmp_path_factory) -> Path:
     """A folder of the form of the data set `wikitext` at the hub: a Parquet file a
-    split, configurations named in the card. Rows are lines, empty ones among them."""
+    split, configurations named in the card."""
     from datasets import Dataset
 
     folder = tmp_path_factory.mktemp("hub") / "wikitext"
     data = folder / "wikitext-2-raw-v1"
     data.mkdir(parents=True)
-    lines = (EXAMPLES.parent / "README.md").read_text().splitlines(keepends=True)
-    rows = Dataset.from_dict({"text": ["", *lines] * 3})
-    rows.to_parquet(data / "test-00000-of-00001.parquet")
+    Dataset.from_dict({"text": rows()}).to_parquet(data / "test-00000-of-00001.parquet")
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files:\n"
         "  - split: test\n    path: wikitext-2-raw-v1/test-*\n---\n"
@@ -297,8 +301,7 @@ def test_the_command_of_the_score_mode_notes(
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert found["context_length"] == 2048 and found["stride"] == 512
-    lines = (EXAMPLES.parent / "README.md").read_text().splitlines(keepends=True)
-    text = "\n\n".join((["", *lines] * 3)[:500])
+    text = "\n\n".join(rows()[:500])
     from tiny_models import make_tokenizer
 
     windows = cut(make_tokenizer()(text)["input_ids"], 2048, 512)

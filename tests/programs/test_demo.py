@@ -107,6 +107,25 @@ def test_a_ratio_has_its_spread(ratios, text):
     assert rows.ratio(ratios) == text
 
 
+SMALL = """
+import runpy
+from pathlib import Path
+
+import files
+
+files.TIMES, files.VOCABULARY, files.FOLDER = 2, 16_384, Path({folder!r})
+runpy.run_path({preload!r})
+
+import depth
+import scoring
+
+depth.BUDGET = 0
+scoring.BUDGET = dict.fromkeys(scoring.BUDGET, 0)
+"""
+"""A `preload.py` that has the parts, which are forks, take a smaller model, and each way
+one turn."""
+
+
 def run_demo(*lines: str, **environment: str) -> subprocess.CompletedProcess:
     """The demo as a program, after some lines of Python."""
     program = "\n".join(
@@ -157,8 +176,18 @@ def test_ctrl_c_says_one_line():
     assert said.split() == ["interrupted"]
 
 
-def test_the_whole_demo():
-    done = run_demo()
+def test_the_whole_demo(tmp_path):
+    """Of a model that costs less."""
+    first = tmp_path / "first"
+    first.mkdir()
+    preload = SMALL.format(folder=str(tmp_path / "made"), preload=str(DEMO / "preload.py"))
+    (first / "preload.py").write_text(preload)
+    done = run_demo(
+        "import process",
+        "start = process.Server.__init__",
+        f"find = lambda: sys.path.insert(0, {str(first)!r})",  # the demo's own comes after
+        "process.Server.__init__ = lambda *given: find() or start(*given)",
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stderr == ""
     said = done.stdout

@@ -56,7 +56,7 @@ ARGUMENTS = [
     "--max-logprobs=400",
     "--served-model-name=llama",
 ]
-LONG = ["--max-tokens=80"]
+LONG = ["--max-tokens=40"]
 """Of a command that is stopped in the middle: long enough not to be done before."""
 KILL_AFTER = 20  # tokens
 SLOW_SECONDS = 8

@@ -16,7 +16,10 @@ from tiny_models import CONFIGS
 VOCABULARY = CONFIGS["llama"].vocab_size
 BLOCK = 32  # the smallest that attention on a CPU takes
 TOLERANCE = 4 * LOGIT_ERROR
-REQUESTS = int(os.environ.get("SCORE_CACHE_REQUESTS", 120))
+REQUESTS = {
+    runner: int(os.environ.get("SCORE_CACHE_REQUESTS", default))
+    for runner, default in (("v1", 120), ("v2", 60))
+}
 """Of the random histories; `SCORE_CACHE_REQUESTS=2500` takes three minutes each on V1, and
 half an hour on V2."""
 
@@ -301,7 +304,7 @@ class Prompt:
 
 
 @pytest.mark.parametrize("budget", [1024, 48], ids=["whole", "chunked"])
-def test_random_histories(engine, adapter_folders, budget):
+def test_random_histories(engine, adapter_folders, runner, budget):
     """Prompts that share prefixes, in a cache that holds a few of them: evictions,
     preemptions, adapters, salts, resets. Each row is the oracle's; none is missing."""
     from vllm.lora.request import LoRARequest
@@ -319,9 +322,9 @@ def test_random_histories(engine, adapter_folders, budget):
         prompts.append(Prompt(ids, tuple(oracle.logits(ids) for oracle in oracles)))
     asked, known = counters(llm)
     done = 0
-    while done < REQUESTS:
+    while done < REQUESTS[runner]:
         batch = []
-        for _ in range(min(int(rng.integers(1, 9)), REQUESTS - done)):
+        for _ in range(min(int(rng.integers(1, 9)), REQUESTS[runner] - done)):
             chosen = prompts[rng.integers(len(prompts))]
             request = prompt(chosen.ids)
             if rng.random() < 0.2:
